@@ -1,0 +1,96 @@
+"""The exception tree, one branch for each boundary that a fault can cross.
+
+    RollartError
+    |-- ConfigError          what the user wrote cannot work          (also ValueError)
+    |-- ResourceError        a device or worker slot is missing       (also RuntimeError)
+    |-- WorkerError          a worker failed a call                   (also RuntimeError)
+    |   `-- WorkerDied       ... because its process is gone
+    |-- GenerationError      the inference engine                     (also RuntimeError)
+    |-- EnvError             reset, step or close of an environment   (also RuntimeError)
+    |   `-- EnvTimeout       ... which did not answer in time         (also TimeoutError)
+    |-- RewardError          a reward function                        (also RuntimeError)
+    |-- TrainError           a training step                          (also RuntimeError)
+    |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
+    `-- RunFolderError       the run folder or a checkpoint           (also OSError)
+
+Every class takes one message, so every instance can be pickled and sent by name over a wire.
+Foreign exceptions are mapped beside the only foreign import with `boundary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RollartError(Exception):
+    """Root of everything that rollart raises on purpose."""
+
+
+class ConfigError(RollartError, ValueError):
+    """The configuration, a path or a command-line value cannot work; the message names the key and the way out."""
+
+
+class ResourceError(RollartError, RuntimeError):
+    """No device or worker of the asked kind."""
+
+
+class WorkerError(RollartError, RuntimeError):
+    """A call on a worker failed; the message ends with the remote traceback."""
+
+
+class WorkerDied(WorkerError):
+    """The process behind a worker is gone."""
+
+
+class GenerationError(RollartError, RuntimeError):
+    """The inference engine refused or failed a request."""
+
+
+class EnvError(RollartError, RuntimeError):
+    """An environment raised, or returned something that is not an observation."""
+
+
+class EnvTimeout(EnvError, TimeoutError):
+    """An environment did not answer within its time limit."""
+
+
+class RewardError(RollartError, RuntimeError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class TrainError(RollartError, RuntimeError):
+    """Training cannot go on, for example after several losses in a row that are not finite."""
+
+
+class WeightsError(RollartError, RuntimeError):
+    """Weights are missing, damaged, of the wrong shape, or not those that were published."""
+
+
+class RunFolderError(RollartError, OSError):
+    """A run folder or checkpoint cannot be written or read."""
+
+
+@contextmanager
+def boundary(kind: type[RollartError], what: str) -> Iterator[None]:
+    """Re-raise any foreign exception as `kind`, saying what was being done.
+
+    >>> with boundary(EnvError, "reset of task 'maze'"):
+    ...     raise KeyError("seed")
+    Traceback (most recent call last):
+    rollart.errors.EnvError: reset of task 'maze': KeyError: 'seed'
+    """
+    try:
+        yield
+    except RollartError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def by_name(name: str, message: str) -> RollartError:
+    """The exception of class `name` with `message`; a name that is not ours becomes a `WorkerError`."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, RollartError):
+        return kind(message)
+    return WorkerError(f"{name}: {message}")

@@ -1,0 +1,297 @@
+"""Every seam on one page: what a user plugs in, and the handles through which control calls data.
+
+Calls go one way. Control awaits handles; nothing behind a handle ever calls control. Tests pass fakes through these
+protocols and patch nothing. What this file leaves out: any implementation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from rollart.types import (
+    EngineStats,
+    EnvReply,
+    GenRequest,
+    GenResult,
+    ParameterInfo,
+    RewardRequest,
+    Sampling,
+    TaskSpec,
+    TrainBatch,
+    TrainReport,
+    WeightManifest,
+)
+
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------------------------------------ what users plug in
+@runtime_checkable
+class Env(Protocol):
+    """A text environment in GEM's calling convention. `close()` is called when it exists."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode. The same seed gives the same episode."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Apply the model's text. Returns (observation, reward, terminated, truncated, info)."""
+        ...
+
+
+@runtime_checkable
+class SupportsWarmup(Protocol):
+    """An environment that can say what a well-formed but random action looks like, for the supervised warm-up."""
+
+    def sample_action(self, rng: random.Random) -> str:
+        """A well-formed action, drawn without regard to its merit."""
+        ...
+
+
+class RewardFunction(Protocol):
+    """A stateless reward: one number for one trajectory."""
+
+    def __call__(self, request: RewardRequest) -> float: ...
+
+
+# ---------------------------------------------------------------------------------------------------- inside workers
+Tensors = Iterable[tuple[str, Any]]
+"""(parameter name, CPU tensor) pairs; typed loosely so that this file needs no torch."""
+
+
+class Engine(Protocol):
+    """A continuous-batching generator. Not thread-safe: its command loop calls it between two steps.
+
+    Contract (tests/data/test_engine_contract.py): batching changes neither greedy tokens nor log-probabilities;
+    suspend, update with equal weights, resume equals never suspended; abort frees KV; log-probabilities equal a plain
+    forward pass.
+    """
+
+    def add(self, request: GenRequest) -> None:
+        """Enqueue. Raises GenerationError when the request can never run (too long, empty prompt)."""
+        ...
+
+    def abort(self, request_id: str) -> GenResult | None:
+        """Cancel and free its KV; the partial result, or None when it is not running."""
+        ...
+
+    def release(self, trajectory_id: str) -> None:
+        """Forget the KV kept for a trajectory between its turns."""
+        ...
+
+    def suspend(self) -> None:
+        """No step advances until `resume`; running requests keep their tokens."""
+        ...
+
+    def update(self, version: int, tensors: Tensors) -> None:
+        """Load weights in place; all KV becomes stale and running requests are recomputed before they go on."""
+        ...
+
+    def resume(self) -> None:
+        """Let steps advance again."""
+        ...
+
+    def step(self) -> list[GenResult]:
+        """Advance by one prefill or decode step; the requests that finished in it."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether `step` would advance anything now."""
+        ...
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of each token given those before it, without the cache; length len(tokens) - 1."""
+        ...
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Names and shapes that `update` expects."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        ...
+
+
+class Trainer(Protocol):
+    """Owns the trained weights and the optimizer."""
+
+    def train_step(self, batch: TrainBatch) -> TrainReport:
+        """One optimizer step (or several mini-batches of it) on one batch."""
+        ...
+
+    def tensors(self) -> Tensors:
+        """The current weights on CPU, one at a time."""
+        ...
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """As `Engine.logprobs`, under the trainer's weights."""
+        ...
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Names and shapes that `tensors` yields."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Write weights in Hugging Face format, optimizer and random state into an empty folder."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote."""
+        ...
+
+
+class WeightStore(Protocol):
+    """Versions of the weights as buckets. A version exists once its manifest is written, and never changes."""
+
+    def publish(self, version: int, tensors: Tensors) -> WeightManifest:
+        """Write buckets, then the manifest; drop versions beyond the number kept."""
+        ...
+
+    def fetch(self, version: int) -> list[tuple[str, Any]]:
+        """Read and verify one version. Raises WeightsError when missing or damaged."""
+        ...
+
+    def latest(self) -> int | None:
+        """The newest published version."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------- runtime
+class WorkerHandle(Protocol):
+    """One running worker, seen from the driver."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, method: str, *args: Any, returns: type[T] | Any = Any) -> Any:
+        """Call a method of the worker's object. Its errors come back as ours, with worker and remote traceback.
+
+        Raises WorkerDied when the process is gone, before or during the call.
+        """
+        ...
+
+    async def wait_dead(self) -> str:
+        """Return, with the reason, once the worker is gone."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask it to end, then make sure."""
+        ...
+
+
+class Runtime(Protocol):
+    """Where workers run. `target` is `module:Class`; `kwargs` must be msgpack-able."""
+
+    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle: ...
+
+    async def shutdown(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------------- the four handles of control
+class InferenceHandle(Protocol):
+    """One inference worker. Every call returns between two engine steps."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def generate(self, request: GenRequest) -> GenResult:
+        """ADD; returns when the request has finished or was aborted (finish_reason 'abort', partial tokens)."""
+        ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def release(self, trajectory_ids: list[str]) -> None: ...
+
+    async def suspend(self) -> None: ...
+
+    async def prefetch(self, version: int) -> None:
+        """Read a published version into memory while generation goes on."""
+        ...
+
+    async def update(self, version: int) -> None:
+        """Load a version (prefetched or not). Raises WeightsError when it is missing or damaged."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def logprobs(self, tokens: list[int]) -> list[float]: ...
+
+    async def parameters(self) -> list[ParameterInfo]: ...
+
+    async def stats(self) -> EngineStats: ...
+
+
+class EnvHandle(Protocol):
+    """The environment workers. `env_id` is the trajectory's id; timeouts raise EnvTimeout, everything else EnvError."""
+
+    async def reset(self, env_id: str, task: str, seed: int) -> EnvReply: ...
+
+    async def step(self, env_id: str, action: str) -> EnvReply: ...
+
+    async def close(self, env_id: str) -> None:
+        """Never raises; closing twice is harmless."""
+        ...
+
+
+class RewardHandle(Protocol):
+    """Scores finished trajectories. Raises RewardError."""
+
+    async def score(self, request: RewardRequest) -> float: ...
+
+
+class TrainHandle(Protocol):
+    """The trainer of a run."""
+
+    async def train_step(self, batch: TrainBatch) -> TrainReport: ...
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish the current weights as `version`; returns when the manifest is written."""
+        ...
+
+    async def logprobs(self, tokens: list[int]) -> list[float]: ...
+
+    async def parameters(self) -> list[ParameterInfo]: ...
+
+    async def save(self, folder: str) -> None: ...
+
+    async def load(self, folder: str) -> None: ...
+
+
+class Renderer(Protocol):
+    """Turns text into the tokens of a chat, one observation at a time; generated tokens are kept as they are."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def first(self, system_prompt: str, observation: str) -> list[int]:
+        """Tokens of the conversation's start, ending where the assistant begins to write."""
+        ...
+
+    def following(self, observation: str, previous_action: Sequence[int]) -> list[int]:
+        """Tokens that close the assistant's turn (unless its stop token was generated) and open the next."""
+        ...
+
+    def decode(self, action: Sequence[int]) -> str:
+        """The text of generated tokens, without the stop token."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where measurements go. Never raises into the caller."""
+
+    def add(self, name: str, value: float) -> None:
+        """One observation of a distribution (a mean, minimum and maximum are kept)."""
+        ...
+
+    def count(self, name: str, value: float = 1) -> None:
+        """Add to a sum."""
+        ...
+
+    def trajectory(self, trajectory: Any, kept: bool) -> None:
+        """A trajectory that ended; `kept` is False when nobody will train on it."""
+        ...
+
+
+Tasks = Mapping[str, TaskSpec]
+EvalSampling = Callable[[TaskSpec], Sampling]

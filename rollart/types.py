@@ -1,0 +1,254 @@
+"""The values that travel between planes: plain, typed, without tensors.
+
+Invariant: what a model generated is stored once, as token ids, in `Turn.action`, with one log-probability and one
+policy version per token. Nothing here is ever re-tokenised.
+
+Who makes what: RolloutScheduler makes `GroupSpec`; EnvManager makes `GenRequest`, `Turn` and `Trajectory`; an engine
+makes `GenResult`; SampleBuffer makes `Group`; TrainingLoop makes `TrainBatch`; a trainer makes `TrainReport`; a weight
+store makes `WeightManifest`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why one generation ended: a stop token or string, the token limit, an ABORT, or an engine fault."""
+
+StopReason = Literal[
+    "done",  # the environment terminated
+    "truncated",  # the environment said it is truncated
+    "turn_limit",  # TaskSpec.max_turns reached
+    "token_limit",  # TaskSpec.max_tokens reached
+    "env_error",  # reset or step failed, hung or answered nonsense, after its retries
+    "reward_error",  # the reward function failed
+    "generation_error",  # the engine failed the request
+    "stale",  # started by weights older than alpha allows
+    "redundant",  # enough others finished first
+    "cancelled",  # the run stops, or its group was dropped
+]
+FAILED: frozenset[str] = frozenset({"env_error", "reward_error", "generation_error"})
+ABORTED: frozenset[str] = frozenset({"stale", "redundant", "cancelled"})
+
+
+class Sampling(Struct, frozen=True):
+    """How to sample one generation. `temperature=0` is greedy; `top_k=0` and `top_p=1` switch those filters off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+class GenRequest(Struct, frozen=True):
+    """One turn of one trajectory: the whole history as token ids. `tag` is the task domain that routing looks at."""
+
+    request_id: str
+    trajectory_id: str
+    prompt: list[int]
+    sampling: Sampling
+    tag: str = "default"
+
+
+class GenResult(Struct, frozen=True):
+    """What an engine returns. `tokens`, `logprobs` and `versions` have one entry per generated token.
+
+    `logprobs` are taken under the sampling distribution (after temperature, top-k and top-p; for greedy requests under
+    temperature 1). A stop token is part of `tokens`. `cached_tokens` counts prompt tokens whose KV was reused.
+    """
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class TaskSpec(Struct, frozen=True):
+    """What the control plane must know of a task; everything else stays in the environment worker."""
+
+    name: str
+    weight: float = 1.0
+    tag: str = "default"
+    max_turns: int = 16
+    max_turn_tokens: int = 64
+    max_tokens: int = 1024  # prompt and response of the whole trajectory
+    stop: tuple[str, ...] = ()
+    system_prompt: str = ""
+    has_reward: bool = False  # scored by a RewardHandle; otherwise the sum of step rewards is the reward
+    reset_timeout_s: float = 30.0
+    step_timeout_s: float = 30.0
+    reward_timeout_s: float = 30.0
+    env_retries: int = 2
+    success_reward: float = 1.0  # a trajectory with at least this reward counts as a success
+
+
+class GroupSpec(Struct, frozen=True):
+    """One group of the data order: the `index`-th of the run. Task and seed follow from the run's seed and `index`."""
+
+    index: int
+    task: str
+    seed: int
+
+    @property
+    def group_id(self) -> str:
+        """Unique in a run."""
+        return f"g{self.index}"
+
+
+class Turn(Struct):
+    """One generation and the environment's answer to it.
+
+    `observation`: token ids appended before the action (chat markup included, never trained on).
+    `action`: generated token ids; `logprobs` and `versions` run along it.
+    """
+
+    observation: list[int]
+    action: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    observation_text: str = ""
+    action_text: str = ""
+    reward: float = 0.0
+    finish_reason: FinishReason = "stop"
+
+
+class Trajectory(Struct):
+    """One life of one environment, from reset to its reward.
+
+    `seconds` holds the time spent by stage: reset, generate, step, score.
+    """
+
+    trajectory_id: str
+    group_id: str
+    task: str
+    seed: int
+    turns: list[Turn] = field(default_factory=list)
+    reward: float = 0.0
+    stop_reason: StopReason = "cancelled"
+    cause: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def start_version(self) -> int | None:
+        """The policy version of the first generated token, or None before there is one."""
+        return next((turn.versions[0] for turn in self.turns if turn.versions), None)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens that the model generated."""
+        return sum(len(turn.action) for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, prompt and response."""
+        return sum(len(turn.observation) + len(turn.action) for turn in self.turns)
+
+    def tokens(self) -> list[int]:
+        """The whole sequence of token ids."""
+        return [token for turn in self.turns for part in (turn.observation, turn.action) for token in part]
+
+    def loss_mask(self) -> list[bool]:
+        """True for each generated token, along `tokens()`."""
+        return [bit for turn in self.turns for bit in [False] * len(turn.observation) + [True] * len(turn.action)]
+
+    def behaviour_logprobs(self) -> list[float]:
+        """Log-probabilities along `tokens()`; 0.0 where the token was not generated."""
+        return [lp for turn in self.turns for part in ([0.0] * len(turn.observation), turn.logprobs) for lp in part]
+
+
+class Group(Struct):
+    """The unit of GRPO: trajectories of one task and seed, all finished and scored."""
+
+    spec: GroupSpec
+    trajectories: list[Trajectory]
+
+
+class TrainBatch(Struct):
+    """What one train_step consumes. `version` is the version of the weights that are being trained."""
+
+    step: int
+    version: int
+    groups: list[Group]
+
+
+class TrainReport(Struct):
+    """What one train_step did. `skipped` means a loss or gradient that was not finite: the weights did not change."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    trained_tokens: int
+    seconds: float
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EngineStats(Struct, frozen=True):
+    """Counters of one engine since its start. `busy_s`: monotonic seconds inside steps that produced tokens."""
+
+    version: int = 0
+    busy_s: float = 0.0
+    steps: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    suspended: bool = False
+
+
+class ParameterInfo(Struct, frozen=True):
+    """Name, shape and dtype of one tensor, as trainer and engine compare them before step 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Bucket(Struct, frozen=True):
+    """One file or buffer of a published version."""
+
+    key: str
+    num_bytes: int
+    checksum: int
+    names: tuple[str, ...]
+
+
+class WeightManifest(Struct, frozen=True):
+    """The last thing written of a version: a version without a manifest does not exist."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+    parameters: tuple[ParameterInfo, ...]
+
+
+class EnvReply(Struct, frozen=True):
+    """An environment's answer to reset (`reward` 0, not done) or step."""
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class RewardRequest(Struct, frozen=True):
+    """What a reward function sees: the text of one trajectory and what its environment said of it. Nothing else."""
+
+    task: str
+    seed: int
+    prompts: list[str]
+    responses: list[str]
+    env_reward: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
