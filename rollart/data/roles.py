@@ -1,0 +1,72 @@
+"""What is built in each worker process: one function per role, from plain values.
+
+The pipeline names these functions (`rollart.data.roles:inference`) and the process that hosts the worker calls them, so
+that heavy libraries are imported only where they work. What this file leaves out: the workers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollart.data.environment import EnvironmentWorker
+    from rollart.data.inference import InferenceWorker
+    from rollart.data.reward import RewardWorker
+    from rollart.data.training import TrainWorker
+
+
+def inference(
+    model_folder: str, engine: str, engine_options: dict[str, Any], weights: dict[str, Any]
+) -> InferenceWorker:
+    """An inference worker. `weights` are the arguments of the weight store."""
+    _one_compute_thread()
+    from rollart.data.inference import InferenceWorker
+    from rollart.data.weights import FileWeightStore
+
+    return InferenceWorker(model_folder, engine, engine_options, FileWeightStore(**weights))
+
+
+def training(
+    model_folder: str,
+    trainer: str,
+    options: Mapping[str, Any],
+    temperature: float,
+    seed: int,
+    weights: dict[str, Any],
+) -> TrainWorker:
+    """A training worker. `options` is the `[train]` table."""
+    _one_compute_thread()
+    import msgspec
+
+    from rollart.config import TrainConfig
+    from rollart.data.trainers import load_trainer
+    from rollart.data.training import TrainWorker
+    from rollart.data.weights import FileWeightStore
+
+    settings = msgspec.convert(options, TrainConfig)
+    build = load_trainer(trainer)
+    return TrainWorker(build(model_folder, settings, temperature, seed), FileWeightStore(**weights))
+
+
+def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:
+    """An environment worker that can host every task of the config."""
+    from rollart.data.environment import EnvironmentWorker
+
+    return EnvironmentWorker(tasks, num_threads)
+
+
+def reward(tasks: dict[str, Any], num_threads: int) -> RewardWorker:
+    """A reward worker for every task of the config that has a reward function."""
+    from rollart.data.reward import RewardWorker
+
+    return RewardWorker(tasks, num_threads)
+
+
+def _one_compute_thread() -> None:
+    """Engine and trainer each keep to one core: two spinning thread pools on few cores thrash."""
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()

@@ -1,0 +1,219 @@
+"""Runtimes: where workers live. `LocalRuntime` gives each a process of its own, `InlineRuntime` none.
+
+Invariants: a call either returns, raises our error with the worker's name, or raises WorkerDied once the process is
+gone, so nothing ever waits on a dead worker; no fixed port or path is used, so that runs on one host never meet.
+What this file leaves out: remote machines (a Ray runtime is one more class with the same two methods).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollart.data.wire import Answer, Call, encode, read_frame, write_frame
+from rollart.data.worker import Host, answer, build
+from rollart.errors import WorkerDied, WorkerError
+from rollart.protocols import Runtime, WorkerHandle
+
+STOP_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 2000
+
+
+def open_runtime(kind: str, log_folder: Path) -> Runtime:
+    """The runtime of a config's `runtime` key; workers' output goes to `log_folder`."""
+    return InlineRuntime() if kind == "inline" else LocalRuntime(log_folder)
+
+
+class LocalRuntime:
+    """One process per worker on this machine, each with one compute thread."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._workers: list[ProcessWorker] = []
+
+    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
+        """Start a process and build `target(**kwargs)` in it. Raises what the construction raised."""
+        worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log")
+        self._workers.append(worker)
+        await worker.call("__build__", target, dict(kwargs))
+        return worker
+
+    async def shutdown(self) -> None:
+        """End all processes; those that do not answer are killed."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers), return_exceptions=True)
+
+
+class ProcessWorker:
+    """Driver's side of one worker process."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, connection: socket.socket, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self._connection = connection
+        self._log = log
+        self._pending: dict[int, tuple[str, asyncio.Future[msgspec.Raw]]] = {}
+        self._number = 0
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def launch(cls, name: str, log: Path) -> ProcessWorker:
+        """Start the process; nothing is built in it yet."""
+        ours, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "rollart.data.worker", str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        worker = cls(name, process, ours, log)
+        reader, worker._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
+        worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
+        """Call a method of the object in the process."""
+        if self._death.done() or self._writer is None:
+            raise WorkerDied(f"worker {self.name}, call {method}: {self._death.result()}")
+        self._number += 1
+        number = self._number
+        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._pending[number] = (method, future)
+        frame = encode(Call(number, method, [msgspec.Raw(encode(argument)) for argument in args]))
+        try:
+            write_frame(self._writer, frame)
+            raw = await future
+        finally:
+            self._pending.pop(number, None)
+        return msgspec.msgpack.decode(raw, type=returns)
+
+    async def wait_dead(self) -> str:
+        """The reason, once the process is gone."""
+        return await asyncio.shield(self._death)
+
+    async def stop(self) -> None:
+        """Ask the process to end, kill it when it does not."""
+        if not self._death.done():
+            try:
+                await asyncio.wait_for(self.call("__stop__"), STOP_TIMEOUT_S)
+            except (TimeoutError, WorkerError):
+                self.kill()
+        await self._finish()
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and whatever it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    async def _finish(self) -> None:
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+        if self._reading is not None:
+            await self._reading
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                reply = msgspec.msgpack.decode(await read_frame(reader), type=Answer)
+                method, future = self._pending.get(reply.number, ("", None))
+                if future is None or future.done():
+                    continue
+                if reply.failure is None:
+                    future.set_result(reply.result)
+                else:
+                    future.set_exception(reply.failure.raised_by(self.name, method))
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, WorkerError):
+            pass
+        self._bury(_describe_exit(await self.process.wait(), self._log))
+
+    def _bury(self, reason: str) -> None:
+        self._death.set_result(reason)
+        for method, future in self._pending.values():
+            if not future.done():
+                future.set_exception(WorkerDied(f"worker {self.name}, call {method}: {reason}"))
+
+
+def _describe_exit(code: int, log: Path) -> str:
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    try:
+        tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    except OSError:
+        tail = ""
+    return f"its process was {how}" + (f"; its last output ({log}):\n{tail}" if tail else "")
+
+
+class InlineRuntime:
+    """All workers as objects in this process: no overlap of computation, but one debugger and one traceback."""
+
+    def __init__(self) -> None:
+        self._workers: list[InlineWorker] = []
+
+    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
+        """Build `target(**kwargs)` here. Raises what the construction raised."""
+        host = Host(await asyncio.to_thread(build, target, kwargs))
+        await host.start()
+        worker = InlineWorker(name, host)
+        self._workers.append(worker)
+        return worker
+
+    async def shutdown(self) -> None:
+        """Close all workers."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers), return_exceptions=True)
+
+
+class InlineWorker:
+    """A worker without a process. Values still pass through MessagePack, so that nothing is shared by accident."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.name = name
+        self._host = host
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
+        """Call a method of the object."""
+        if self._death.done():
+            raise WorkerDied(f"worker {self.name}, call {method}: {self._death.result()}")
+        reply = await answer(self._host, Call(0, method, [msgspec.Raw(encode(argument)) for argument in args]))
+        if reply.failure is not None:
+            raise reply.failure.raised_by(self.name, method)
+        return msgspec.msgpack.decode(reply.result, type=returns)
+
+    async def wait_dead(self) -> str:
+        """Return once it was stopped."""
+        return await asyncio.shield(self._death)
+
+    async def stop(self) -> None:
+        """Close the object."""
+        if not self._death.done():
+            await self._host.close()
+            self._death.set_result("it was stopped")

@@ -1,0 +1,126 @@
+"""The inside of a worker process: one object whose methods are called over a socket.
+
+Coroutine methods run on the process' event loop, concurrently; plain methods run in order on one thread, so that the
+loop stays free. When the driver goes away (end of stream) the process ends at once, whatever hangs in it: no worker
+outlives its run. What this file leaves out: which object (`roles.py`) and who starts the process (`runtime.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from rollart.data.wire import Answer, Call, Failure, decode_arguments, encode, read_frame, write_frame
+from rollart.errors import ConfigError
+
+
+def build(target: str, kwargs: Mapping[str, Any]) -> Any:
+    """Call `module:name` with keyword arguments. Raises ConfigError when there is no such name."""
+    module, _, name = target.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"worker target {target!r}: {error}") from error
+    return factory(**kwargs)
+
+
+class Host:
+    """Calls methods of one object: coroutines on the loop, plain functions in order on one thread."""
+
+    def __init__(self, subject: Any) -> None:
+        self.subject = subject
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+
+    async def start(self) -> None:
+        """Run the object's `start`, where it has one."""
+        if hasattr(self.subject, "start"):
+            await self.subject.start()
+
+    async def close(self) -> None:
+        """Run the object's `shutdown`, where it has one."""
+        if hasattr(self.subject, "shutdown"):
+            await self.subject.shutdown()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def call(self, name: str, arguments: list[msgspec.Raw]) -> bytes:
+        """The encoded result of one call."""
+        method = getattr(self.subject, name, None)
+        if name.startswith("_") or not callable(method):
+            raise AttributeError(f"{type(self.subject).__name__} has no method {name!r}")
+        values = decode_arguments(method, arguments)
+        if inspect.iscoroutinefunction(method):
+            return encode(await method(*values))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, _run_and_encode, method, values)
+
+
+def _run_and_encode(method: Callable[..., Any], values: list[Any]) -> bytes:
+    return encode(method(*values))
+
+
+async def answer(host: Host, call: Call) -> Answer:
+    """Run one call; whatever it raises becomes part of the answer."""
+    try:
+        return Answer(call.number, msgspec.Raw(await host.call(call.method, call.arguments)))
+    except Exception as error:
+        return Answer(call.number, failure=Failure.of(error))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Build the object that the first frame names, then answer calls until the stream ends."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 22)
+    first = msgspec.msgpack.decode(await read_frame(reader), type=Call)
+    target, kwargs = (msgspec.msgpack.decode(raw) for raw in first.arguments)
+    try:
+        host = Host(build(target, kwargs))
+        await host.start()
+    except Exception as error:
+        write_frame(writer, encode(Answer(first.number, failure=Failure.of(error))))
+        await writer.drain()
+        return
+    write_frame(writer, encode(Answer(first.number)))
+    running: set[asyncio.Task[None]] = set()
+
+    async def reply(work: Awaitable[Answer]) -> None:
+        write_frame(writer, encode(await work))
+        await writer.drain()
+
+    while True:
+        call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
+        if call.method == "__stop__":
+            await host.close()
+            write_frame(writer, encode(Answer(call.number)))
+            await writer.drain()
+            return
+        task = asyncio.create_task(reply(answer(host, call)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+def main() -> None:
+    """Entry of a worker process: `python -m rollart.data.worker FD`."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    code = 0
+    try:
+        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        code = 3
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that hang in an environment must not keep the process
+
+
+if __name__ == "__main__":
+    main()

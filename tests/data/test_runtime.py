@@ -1,0 +1,136 @@
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rollart.data.runtime import InlineRuntime, LocalRuntime, ProcessWorker
+from rollart.errors import ConfigError, EnvError, WorkerDied, WorkerError
+from rollart.types import EnvReply, Sampling
+
+
+class Subject:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, number: int) -> int:
+        return number * self.factor
+
+    async def slow(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "slept"
+
+    def describe(self, sampling: Sampling) -> EnvReply:
+        return EnvReply(observation=f"{type(sampling).__name__} {sampling.max_tokens}")
+
+    def fail(self, ours: bool) -> None:
+        if ours:
+            raise EnvError("the cave is flooded")
+        raise ZeroDivisionError("by nought")
+
+    def block(self) -> None:
+        time.sleep(60)
+
+    def vanish(self) -> None:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+TARGET = "tests.data.test_runtime:Subject"
+
+
+@pytest.fixture(params=["local", "inline"])
+def runtime(request: pytest.FixtureRequest, tmp_path: Path) -> LocalRuntime | InlineRuntime:
+    return LocalRuntime(tmp_path) if request.param == "local" else InlineRuntime()
+
+
+def test_a_worker_answers_with_typed_values_and_calls_overlap(runtime: LocalRuntime | InlineRuntime) -> None:
+    async def scenario() -> None:
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        slow = asyncio.create_task(worker.call("slow", 0.2, returns=str))
+        assert await worker.call("times", 14, returns=int) == 42
+        assert not slow.done()
+        assert await slow == "slept"
+        reply = await worker.call("describe", Sampling(max_tokens=7), returns=EnvReply)
+        assert reply == EnvReply(observation="Sampling 7")
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_errors_come_home_as_ours_with_the_remote_traceback(runtime: LocalRuntime | InlineRuntime) -> None:
+    async def scenario() -> None:
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        with pytest.raises(EnvError, match="the cave is flooded") as ours:
+            await worker.call("fail", True)
+        assert "worker w, call fail" in ours.value.__notes__[0]
+        with pytest.raises(WorkerError, match="worker w, call fail: ZeroDivisionError: by nought") as foreign:
+            await worker.call("fail", False)
+        assert "in fail" in str(foreign.value)
+        with pytest.raises(WorkerError, match="no method 'nothing'"):
+            await worker.call("nothing")
+        with pytest.raises(WorkerError, match="int"):
+            await worker.call("times", "many")
+        assert await worker.call("times", 2, returns=int) == 6
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_target_that_does_not_exist_is_named(runtime: LocalRuntime | InlineRuntime) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="nowhere:Nobody"):
+            await runtime.spawn("w", "nowhere:Nobody", {})
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_process_fails_pending_and_later_calls_with_its_last_output(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        pending = asyncio.create_task(worker.call("slow", 60.0))
+        with pytest.raises(WorkerDied, match=r"(?s)killed by SIGKILL.*last words"):
+            await worker.call("vanish")
+        with pytest.raises(WorkerDied, match="call slow"):
+            await pending
+        assert "SIGKILL" in await worker.wait_dead()
+        with pytest.raises(WorkerDied):
+            await worker.call("times", 1)
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        assert isinstance(worker, ProcessWorker)
+        blocked = asyncio.create_task(worker.call("block"))
+        await asyncio.sleep(0.1)
+        await runtime.shutdown()
+        with pytest.raises(WorkerDied):
+            await blocked
+        assert worker.process.returncode is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_ends_when_its_driver_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        assert isinstance(worker, ProcessWorker)
+        blocked = asyncio.create_task(worker.call("block"))
+        await asyncio.sleep(0.1)
+        worker._connection.shutdown(2)
+        await asyncio.wait_for(worker.process.wait(), 10)
+        with pytest.raises(WorkerDied):
+            await blocked
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
