@@ -1,0 +1,1 @@
+"""The data plane: workers that hold models, environments, rewards and weights. Knows nothing of control."""
