@@ -367,9 +367,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _toml_key(key: str) -> str:
-    return (
-        key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else msgspec.json.encode(key).decode()
-    )
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else msgspec.json.encode(key).decode()
 
 
 def _toml(value: Any) -> str:

@@ -49,7 +49,6 @@ class InferenceWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop_task
             self._loop_task = None
-        self._drop_fetch()
         self._fail_all("the inference worker is closing")
 
     # -------------------------------------------------------------------------------------------------- commands
@@ -91,7 +90,7 @@ class InferenceWorker:
     async def update(self, version: int) -> None:
         """Load a version, prefetched or not. Raises WeightsError, and then the old weights stay."""
         tensors = await self._fetched(version)
-        self._drop_fetch()
+        self._fetching = None
         self._engine.update(version, tensors)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
@@ -137,29 +136,25 @@ class InferenceWorker:
 
     def _fail_all(self, cause: str) -> None:
         failed, self._futures = self._futures, {}
-        for request_id, future in failed.items():
-            self._engine.abort(request_id)
+        for future in failed.values():
             if not future.done():
                 future.set_exception(GenerationError(cause))
+        for request_id in failed:
+            self._engine.abort(request_id)
 
     # --------------------------------------------------------------------------------------------------- weights
     async def _fetched(self, version: int) -> list[tuple[str, Any]]:
         """The tensors of a version: those being read already, or read now."""
         if self._fetching is None or self._fetching[0] != version:
-            self._drop_fetch()
             reading = asyncio.to_thread(self._store.fetch, version)
             self._fetching = version, asyncio.create_task(reading, name=f"fetch weights {version}")
         task = self._fetching[1]
         try:
             return await asyncio.shield(task)
         except Exception:
-            self._fetching = None
+            if self._fetching is not None and self._fetching[1] is task:
+                self._fetching = None
             raise
-
-    def _drop_fetch(self) -> None:
-        if self._fetching is not None:
-            self._fetching[1].cancel()
-            self._fetching = None
 
 
 class RemoteInference:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class CausalLM:
             )
         self._model.eval().requires_grad_(False).to(device)
         self._device = device
-        self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        embeddings: Any = self._model.get_input_embeddings()
+        self.vocabulary = int(embeddings.weight.shape[0])
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.group: int = config.num_attention_heads // self.num_heads

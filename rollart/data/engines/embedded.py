@@ -39,7 +39,7 @@ class EmbeddedEngine:
     `slots`: requests that run at once. `max_model_tokens`: longest sequence, prompt and generated. `prefill_tokens`:
     most prompt tokens, padding included, computed in one step. `kept_tokens`: most tokens kept for trajectories between
     turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed.
-    Raises ConfigError, and GenerationError for a model whose cached generation does not agree with a plain forward pass.
+    Raises ConfigError, and GenerationError for a model whose cached generation differs from a plain forward pass.
     """
 
     def __init__(
