@@ -1,0 +1,316 @@
+"""Continuous batching over any Hugging Face causal LM with full attention: the default engine, on CPU or one GPU.
+
+The life of a request: `add` queues it; the next step gives it a slot, loads what its trajectory's last turn left behind
+and computes the rest of its prompt, while the others go on decoding in the same pass; each later step adds one token;
+when it ends, its keys and values are kept for the trajectory's next turn and its slot is closed up.
+
+Invariants (`check`): `_rows[i]` owns slot i, without gaps; the first `_num_decoding` rows have exactly one token to
+compute, the others are still being prefilled; no keys or values survive an `update`.
+Left out: preemption (a slot always has room up to `max_model_tokens`), speculation, several devices.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rollart.data.engines.attention import Work, plan
+from rollart.data.engines.causal_lm import CausalLM
+from rollart.data.engines.request import Running, load_tokenizer
+from rollart.data.engines.sampling import Sampler, check_sampling
+from rollart.data.engines.slots import Prefixes, Slots
+from rollart.errors import ConfigError, GenerationError, boundary
+from rollart.protocols import Tensors
+from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo, Sampling
+
+SHORTEST = 16
+"""The self-check needs this many tokens."""
+
+
+class EmbeddedEngine:
+    """Implements `protocols.Engine`.
+
+    `slots`: requests that run at once. `max_model_tokens`: longest sequence, prompt and generated. `prefill_tokens`:
+    most prompt tokens, padding included, computed in one step. `kept_tokens`: most tokens kept for trajectories between
+    turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed.
+    Raises ConfigError, and GenerationError for a model whose cached generation differs from a plain forward pass.
+    """
+
+    def __init__(
+        self,
+        model_folder: str,
+        slots: int = 64,
+        max_model_tokens: int = 1024,
+        device: str = "cpu",
+        seed: int = 0,
+        prefill_tokens: int = 2048,
+        kept_tokens: int | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        if slots < 1 or prefill_tokens < 1 or max_model_tokens < SHORTEST:
+            raise ConfigError(f"embedded engine: needs slots and prefill_tokens >= 1, max_model_tokens >= {SHORTEST}")
+        place, kind = torch.device(device), getattr(torch, dtype)
+        self._model = CausalLM(model_folder, max_model_tokens, place, kind)
+        self._tokenizer = load_tokenizer(Path(model_folder) / "tokenizer.json")
+        self._max_slots, self._max_model_tokens, self._prefill_tokens = slots, max_model_tokens, prefill_tokens
+        shape = self._model.num_layers, self._model.num_heads, self._model.head_dim
+        with torch.inference_mode():
+            self._slots = Slots(*shape, slots, max_model_tokens, kind, place)
+        self._prefixes = Prefixes(slots * max_model_tokens // 2 if kept_tokens is None else kept_tokens)
+        self._sampler = Sampler(place, seed)
+        self._waiting: deque[Running] = deque()
+        self._rows: list[Running] = []
+        self._num_decoding = 0
+        self._arranged = 0
+        self._suspended = False
+        self._version = 0
+        self._forget_counts()
+        self._check_itself()
+
+    # ------------------------------------------------------------------------------------------------- commands
+    def add(self, request: GenRequest) -> None:
+        """Enqueue. Raises GenerationError when the request can never run."""
+        prompt, sampling = request.prompt, request.sampling
+        if not prompt:
+            raise GenerationError(f"request {request.request_id}: the prompt is empty")
+        if len(prompt) >= self._max_model_tokens:
+            raise GenerationError(
+                f"request {request.request_id}: a prompt of {len(prompt)} tokens leaves no room in max_model_tokens "
+                f"{self._max_model_tokens}"
+            )
+        self._check_vocabulary(prompt)
+        check_sampling(sampling)
+        if sampling.stop and self._tokenizer is None:
+            raise GenerationError(f"request {request.request_id}: stop strings need a tokenizer.json beside the model")
+        if any(running.request.request_id == request.request_id for running in self._all()):
+            raise GenerationError(f"request {request.request_id}: this id is already running")
+        self._waiting.append(Running(request, self._max_model_tokens, self._tokenizer))
+
+    def abort(self, request_id: str) -> GenResult | None:
+        """Cancel a request and free its keys and values; the partial result, or None when it is not here."""
+        for running in self._waiting:
+            if running.request.request_id == request_id:
+                self._waiting.remove(running)
+                self._prefixes.forget(running.request.trajectory_id)
+                return running.result("abort")
+        for slot, running in enumerate(self._rows):
+            if running.request.request_id == request_id:
+                self._leave(slot, keep=False)
+                return running.result("abort")
+        return None
+
+    def release(self, trajectory_id: str) -> None:
+        """Forget the keys and values kept for a trajectory between its turns."""
+        self._prefixes.forget(trajectory_id)
+
+    def suspend(self) -> None:
+        """No step advances until `resume`."""
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Let steps advance again."""
+        self._suspended = False
+
+    @torch.inference_mode()
+    def update(self, version: int, tensors: Tensors) -> None:
+        """Load weights in place; everything kept is dropped and running requests are computed again from their tokens.
+
+        Raises WeightsError, with nothing changed, unless names, shapes and dtypes are those of `parameters`.
+        """
+        self._model.load(tensors)
+        self._version = version
+        self._prefixes.clear()
+        for running in self._rows:
+            self._recomputed_tokens += running.computed
+            running.computed = 0
+        self._num_decoding = 0
+
+    # ----------------------------------------------------------------------------------------------------- steps
+    def has_work(self) -> bool:
+        """Whether `step` would advance anything now."""
+        return not self._suspended and bool(self._rows or self._waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[GenResult]:
+        """One pass: every decoding request gains a token and waiting ones are prefilled; the requests that ended."""
+        if not self.has_work():
+            return []
+        began = time.perf_counter()
+        self._admit()
+        decode = [Work(slot, row.computed, row.tokens[-1:]) for slot, row in enumerate(self._decoding())]
+        prefill, num_complete = self._next_prefill()
+        num_last = len(decode) + num_complete
+        logits_RV = self._model.logits(plan(self._slots, decode, prefill, num_last, self._model.group))
+        for work in (*decode, *prefill):
+            self._rows[work.slot].computed += len(work.tokens)
+        self._prefilled_tokens += sum(len(work.tokens) for work in prefill)
+        self._num_decoding = num_last
+        results = self._sample(logits_RV) if num_last else []
+        self._steps += 1
+        if num_last:
+            self._busy_s += time.perf_counter() - began
+        return results
+
+    def _decoding(self) -> list[Running]:
+        return self._rows[: self._num_decoding]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self._max_slots:
+            running = self._waiting.popleft()
+            slot = len(self._rows)
+            saved, running.cached = self._prefixes.take(running.request.trajectory_id, running.tokens)
+            if saved is not None and running.cached:
+                self._slots.reserve(slot + 1, running.cached)
+                self._slots.load(slot, saved, running.cached)
+            running.computed = running.cached
+            self._cached_tokens += running.cached
+            self._rows.append(running)
+
+    def _next_prefill(self) -> tuple[list[Work], int]:
+        """The next rows to prefill, cut where count x longest would exceed the budget; how many are then complete."""
+        works: list[Work] = []
+        longest = 0
+        for slot in range(self._num_decoding, len(self._rows)):
+            row = self._rows[slot]
+            num_new = min(row.num_pending, self._prefill_tokens)
+            longest = max(longest, num_new)
+            if works and longest * (len(works) + 1) > self._prefill_tokens:
+                break
+            works.append(Work(slot, row.computed, row.tokens[row.computed : row.computed + num_new]))
+            if num_new < row.num_pending:
+                return works, len(works) - 1
+        return works, len(works)
+
+    def _sample(self, logits_RV: torch.Tensor) -> list[GenResult]:
+        if self._arranged != self._num_decoding:
+            self._sampler.arrange([row.request.sampling for row in self._decoding()])
+            self._arranged = self._num_decoding
+        tokens, logprobs = self._sampler(logits_RV)
+        ended: list[tuple[int, FinishReason]] = []
+        for slot, (row, token, logprob) in enumerate(zip(self._rows, tokens, logprobs, strict=False)):
+            if not math.isfinite(logprob):
+                ended.append((slot, "error"))
+            elif reason := row.accept(token, logprob, self._version):
+                ended.append((slot, reason))
+        self._generated_tokens += len(tokens) - sum(reason == "error" for _, reason in ended)
+        return [self._end(slot, reason) for slot, reason in reversed(ended)]
+
+    def _end(self, slot: int, reason: FinishReason) -> GenResult:
+        running = self._rows[slot]
+        self._leave(slot, keep=reason != "error")
+        error = f"logits of version {self._version} are not finite" if reason == "error" else ""
+        return running.result(reason, error)
+
+    @torch.inference_mode()
+    def _leave(self, slot: int, keep: bool) -> None:
+        """Take a row out and close the gap: the last decoding row moves into it, the last prefilling row after that."""
+        running = self._rows[slot]
+        trajectory_id = running.request.trajectory_id
+        if keep:
+            saved = self._slots.save(slot, running.computed)
+            self._prefixes.put(trajectory_id, running.tokens[: running.computed], saved)
+        elif slot < self._slots.num_slots:
+            self._slots.wipe(slot)
+        if slot < self._num_decoding:
+            self._num_decoding -= 1
+            self._move(self._num_decoding, slot)
+            slot = self._num_decoding
+        self._move(len(self._rows) - 1, slot)
+        self._rows.pop()
+        self._arranged = 0
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._rows[target] = self._rows[source]
+            if row.computed:
+                self._slots.move(source, target, row.computed)
+
+    # --------------------------------------------------------------------------------------------------- looking
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of each token given those before it, by a plain forward pass; length len(tokens) - 1."""
+        if not tokens:
+            raise GenerationError("logprobs of no tokens")
+        self._check_vocabulary(tokens)
+        return self._model.logprobs(tokens)
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Names, shapes and dtypes that `update` expects."""
+        return self._model.parameters()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return EngineStats(
+            version=self._version,
+            busy_s=self._busy_s,
+            steps=self._steps,
+            generated_tokens=self._generated_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            cached_tokens=self._cached_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            running=len(self._rows),
+            waiting=len(self._waiting),
+            kv_tokens=sum(row.computed for row in self._rows) + self._prefixes.num_tokens,
+            suspended=self._suspended,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert 0 <= self._num_decoding <= len(self._rows) <= self._max_slots
+        assert all(row.num_pending == 1 for row in self._decoding())
+        assert all(0 <= row.computed < len(row.tokens) <= row.limit for row in self._all())
+        assert all(row.computed <= self._slots.width for row in self._rows)
+        ids = [row.request.request_id for row in self._all()]
+        assert len(ids) == len(set(ids))
+        assert bool(torch.isfinite(self._slots.buffer_L2SHWD).all())
+        self._prefixes.check()
+
+    def _all(self) -> list[Running]:
+        return [*self._rows, *self._waiting]
+
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        if min(tokens) < 0 or max(tokens) >= self._model.vocabulary:
+            raise GenerationError(f"a token id is outside the model's vocabulary of {self._model.vocabulary}")
+
+    # ------------------------------------------------------------------------------------------------ self-check
+    def _check_itself(self) -> None:
+        """Generate a little through the slots, over two turns, and compare with a plain forward pass."""
+        with boundary(GenerationError, "this engine cannot run the model"):
+            draw = random.Random(0)
+            prompts = [[draw.randrange(self._model.vocabulary) for _ in range(size)] for size in (7, 4)]
+            for _turn in range(2):
+                prompts = self._generate_both(prompts)
+        self._prefixes.clear()
+        self._forget_counts()
+
+    def _generate_both(self, prompts: list[list[int]]) -> list[list[int]]:
+        for index, prompt in enumerate(prompts):
+            self.add(GenRequest(str(index), str(index), prompt, Sampling(temperature=0, max_tokens=2)))
+        results: list[GenResult] = []
+        while self.has_work():
+            results += self.step()
+        results.sort(key=lambda result: result.request_id)
+        for prompt, result in zip(prompts, results, strict=True):
+            self._compare(prompt, result)
+        return [prompt + result.tokens + prompt[:2] for prompt, result in zip(prompts, results, strict=True)]
+
+    def _compare(self, prompt: list[int], result: GenResult) -> None:
+        if result.finish_reason == "error":
+            raise GenerationError(result.error)
+        plain = self.logprobs(prompt + result.tokens)[len(prompt) - 1 :]
+        worst = max(abs(ours - theirs) for ours, theirs in zip(result.logprobs, plain, strict=True))
+        if worst > (1e-3 if self._slots.buffer_L2SHWD.dtype == torch.float32 else 0.1):
+            raise GenerationError(
+                f"log-probabilities through the cache differ from a plain forward pass by {worst:.3g}"
+            )
+
+    def _forget_counts(self) -> None:
+        self._steps = self._generated_tokens = self._prefilled_tokens = 0
+        self._cached_tokens = self._recomputed_tokens = 0
+        self._busy_s = 0.0

@@ -1,0 +1,82 @@
+"""One request inside the engine: its tokens, how far its keys and values reach, and when it ends.
+
+Invariant: `computed` tokens of `tokens` (prompt, then generated) have keys and values in the request's slot; a request
+that runs always has at least one more token than that.
+Left out: scheduling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rollart.types import FinishReason, GenRequest, GenResult
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives token by token; a string may span tokens or begin at the first."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._overlap = max(map(len, stop)) - 1
+        self._tail = ""
+
+    def found(self, token: int) -> bool:
+        """Whether the text up to and including `token` holds a stop string not seen before."""
+        piece = self._stream.step(self._tokenizer, token)
+        if not piece:
+            return False
+        text = self._tail + piece
+        self._tail = text[-self._overlap :] if self._overlap else ""
+        return any(stop in text for stop in self._stop)
+
+
+class Running:
+    """A request from `add` to its result."""
+
+    __slots__ = ("cached", "computed", "limit", "logprobs", "request", "stop_ids", "stops", "tokens", "versions")
+
+    def __init__(self, request: GenRequest, max_model_tokens: int, tokenizer: Tokenizer | None) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.limit = min(len(self.tokens) + sampling.max_tokens, max_model_tokens)
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.stops = StopStrings(tokenizer, sampling.stop) if tokenizer is not None and sampling.stop else None
+        self.computed = self.cached = 0
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still without keys and values."""
+        return len(self.tokens) - self.computed
+
+    def accept(self, token: int, logprob: float, version: int) -> FinishReason | None:
+        """Append a generated token; the reason to end, if it is one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.stop_ids or (self.stops is not None and self.stops.found(token)):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def result(self, reason: FinishReason, error: str = "") -> GenResult:
+        """What the caller gets."""
+        return GenResult(
+            request_id=self.request.request_id,
+            tokens=self.tokens[len(self.request.prompt) :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            cached_tokens=self.cached,
+            error=error,
+        )
+
+
+def load_tokenizer(path: Any) -> Tokenizer | None:
+    """The tokenizer of a `tokenizer.json`, or None when there is no such file."""
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
