@@ -121,6 +121,12 @@ class Trainer(Protocol):
         """One optimizer step (or several mini-batches of it) on one batch."""
         ...
 
+    def warmup(
+        self, sequences: Sequence[tuple[list[int], list[float]]], steps: int, learning_rate: float, batch_tokens: int
+    ) -> tuple[float, float]:
+        """Supervised next-token steps before step 1 on (token ids, weight per token); the first and last loss."""
+        ...
+
     def tensors(self) -> Tensors:
         """The current weights on CPU, one at a time."""
         ...

@@ -1,0 +1,92 @@
+"""A trainer's checkpoint folder: the model in Hugging Face format, its tokenizer, and what an exact resume needs.
+
+    config.json, model*.safetensors, tokenizer files ...   loads in transformers or an engine as it is
+    trainer.safetensors                                    optimizer, random state, reference model
+    trainer.json                                           counters, and the size of every other file
+
+Invariant: `trainer.json` is renamed into place last, so a folder without it, or with other sizes than it says, is
+half-written and refused. Nothing is pickled. What this file leaves out: which checkpoints are kept, and the rest of
+a run's state.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+from msgspec import Struct, field
+from torch import Tensor
+
+from rollart.errors import RunFolderError, boundary
+
+STATE, TENSORS = "trainer.json", "trainer.safetensors"
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"})
+
+
+class TrainerState(Struct, frozen=True):
+    """The counters of a trainer. `random_state` is that of `random.Random`; `files` maps names to bytes."""
+
+    steps: int
+    nonfinite_in_a_row: int
+    random_state: tuple[int, tuple[int, ...], float | None]
+    format: int = 1
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def write(
+    folder: str | Path, model: Any, model_folder: Path, tensors: Mapping[str, Tensor], state: TrainerState
+) -> None:
+    """Write everything into an empty or new folder. Raises RunFolderError."""
+    folder = Path(folder)
+    with boundary(RunFolderError, f"saving a checkpoint in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise RunFolderError(f"{folder} is not empty; save every checkpoint in a folder of its own")
+        model.save_pretrained(folder)
+        copy_companions(model_folder, folder)
+        safetensors.torch.save_file(dict(tensors), folder / TENSORS)
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        _write_last(folder / STATE, msgspec.json.encode(msgspec.structs.replace(state, files=files)))
+
+
+def read(folder: str | Path) -> tuple[dict[str, Tensor], TrainerState]:
+    """The tensors and counters that `write` was given. Raises RunFolderError when they are not all there."""
+    folder = Path(folder)
+    with boundary(RunFolderError, f"reading the checkpoint in {folder}"):
+        if not (folder / STATE).is_file():
+            raise RunFolderError(f"{folder} holds no {STATE}: not a checkpoint, or half-written; take an earlier one")
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=TrainerState)
+        for name, num_bytes in state.files.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != num_bytes:
+                raise RunFolderError(
+                    f"checkpoint {folder} is damaged: {name} should have {num_bytes} bytes, "
+                    f"{'but is missing' if found is None else f'not {found}'}; take an earlier one"
+                )
+        return safetensors.torch.load_file(folder / TENSORS), state
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what belongs to a model besides its weights: tokenizer, chat template. Existing files are left alone."""
+    for path in sorted(source.iterdir()):
+        is_state = path.name == STATE or path.name.startswith(".") or path.name.endswith(".index.json")
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not is_state and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name, dirs_exist_ok=True)
+
+
+def _write_last(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,131 @@
+"""Log-probabilities of trained tokens under a Hugging Face causal LM, at the least cost that gives the plain answer.
+
+Two savings. Rows are padded on the right and attention is causal, so no mask is passed and attention takes its fast
+causal kernel. The output head runs only where the next token is trained, in chunks of bounded size; a model that does
+something else to its logits is found out at construction and scored by its full forward instead.
+Dropout is off, as the engine generates without it. What this file leaves out: losses and the optimizer.
+
+Shape suffixes: B rows, T positions, N trained positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from rollart.errors import ConfigError, boundary
+from rollart.learn.batching import MicroBatch
+
+log = logging.getLogger(__name__)
+
+MAX_LOGITS = 1 << 25
+"""Entries of logits held at once (128 MiB in float32); beyond it they are recomputed chunk by chunk in backward."""
+
+
+def load_model(folder: str | Path, device: str) -> Any:
+    """A causal LM in float32 without dropout. Raises ConfigError when folder or device cannot be used."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"model.name: {folder} holds no config.json; give a folder in Hugging Face format")
+    with boundary(ConfigError, f"loading the model in {folder} on device {device!r}"):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.to(torch.device(device)).eval()
+
+
+class Scorer:
+    """Scores micro-batches with one model.
+
+    `sparse`: whether the head runs on trained positions only (decided here, by comparing with the plain forward).
+    `max_logits`: see MAX_LOGITS.
+    """
+
+    def __init__(self, model: Any, max_logits: int = MAX_LOGITS) -> None:
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.sparse = has_plain_head(model)
+        self._max_logits = max_logits
+        if not self.sparse:
+            log.warning(
+                "%s post-processes its logits; scoring it by full forward passes, which takes more time and memory",
+                type(model).__name__,
+            )
+
+    def score(self, batch: MicroBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(logprobs_BT, entropy_BT) of the targets under softmax(logits / temperature); 0 outside the mask."""
+        if self.sparse:
+            hidden_BTH = self.model.base_model(input_ids=batch.tokens_BT, use_cache=False).last_hidden_state
+            logprobs_N, entropy_N = self._from_hidden(
+                hidden_BTH[batch.mask_BT], batch.targets_BT[batch.mask_BT], temperature, entropy_gradient
+            )
+        else:
+            logits_BTV = self.model(input_ids=batch.tokens_BT, use_cache=False).logits
+            logprobs_N, entropy_N = from_logits(
+                logits_BTV[batch.mask_BT], batch.targets_BT[batch.mask_BT], temperature, entropy_gradient
+            )
+        zeros_BT = torch.zeros(batch.mask_BT.shape, dtype=logprobs_N.dtype, device=self.device)
+        return zeros_BT.masked_scatter(batch.mask_BT, logprobs_N), zeros_BT.masked_scatter(batch.mask_BT, entropy_N)
+
+    def _from_hidden(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+
+        def scored(chunk_NH: Tensor, chunk_N: Tensor) -> tuple[Tensor, Tensor]:
+            return from_logits(head(chunk_NH), chunk_N, temperature, entropy_gradient)
+
+        rows = max(1, self._max_logits // head.weight.shape[0])
+        if len(hidden_NH) <= rows:
+            return scored(hidden_NH, targets_N)
+        chunks = zip(hidden_NH.split(rows), targets_N.split(rows), strict=True)
+        parts = [checkpoint(scored, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def from_logits(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_N, entropy_N) under softmax(logits / temperature)."""
+    all_NV = functional.log_softmax(logits_NV.float() / temperature, dim=-1)
+    entropy_NV = all_NV if entropy_gradient else all_NV.detach()
+    entropy_N = -(entropy_NV.exp() * entropy_NV).sum(-1)
+    return all_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
+
+
+@torch.no_grad()
+def has_plain_head(model: Any) -> bool:
+    """Whether the model's logits are exactly its output head applied to the hidden states of its base model.
+
+    The head's output is swapped for a wide range of numbers during one forward pass, so that even a soft cap that
+    leaves small logits nearly alone shows.
+    """
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def swap(_module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs.append(args[0])
+        outputs.append(torch.linspace(-1e3, 1e3, output.numel(), device=output.device).view_as(output))
+        return outputs[-1]
+
+    tokens_BT = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
+    handle = head.register_forward_hook(swap)
+    try:
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+    finally:
+        handle.remove()
+    hidden_BTH = getattr(model.base_model(input_ids=tokens_BT, use_cache=False), "last_hidden_state", None)
+    return (
+        len(inputs) == 1
+        and hidden_BTH is not None
+        and inputs[0].shape == hidden_BTH.shape
+        and torch.equal(logits_BTV, outputs[0])
+        and torch.allclose(inputs[0], hidden_BTH, atol=1e-5)
+    )

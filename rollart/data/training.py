@@ -1,0 +1,117 @@
+"""The trainer's worker: what lives in the process, and the handle through which control reaches it.
+
+Invariant: weights go from the trainer to the store without passing control, which says only their version.
+What this file leaves out: the optimizer (`data/trainers`), the store (`data/weights.py`), the process (`data/worker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from rollart.config import TrainConfig
+from rollart.data.trainers import trainer_factory
+from rollart.data.weights import FileWeightStore
+from rollart.protocols import Trainer, WeightStore, WorkerHandle
+from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
+
+Sequences = list[tuple[list[int], list[float]]]
+"""Warm-up data: (token ids, one weight per token)."""
+
+
+class TrainWorker:
+    """One trainer and the store it publishes to. Its methods block; the worker runs them in one thread, in turn."""
+
+    def __init__(self, trainer: Trainer, store: WeightStore) -> None:
+        self._trainer = trainer
+        self._store = store
+
+    def train_step(self, batch: TrainBatch) -> TrainReport:
+        """See `Trainer.train_step`."""
+        return self._trainer.train_step(batch)
+
+    def publish(self, version: int) -> WeightManifest:
+        """Write the current weights to the store as `version`. Raises WeightsError."""
+        return self._store.publish(version, self._trainer.tensors())
+
+    def warmup(self, sequences: Sequences, steps: int, learning_rate: float, batch_tokens: int) -> tuple[float, float]:
+        """See `Trainer.warmup`."""
+        return self._trainer.warmup(sequences, steps, learning_rate, batch_tokens)
+
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """See `Trainer.logprobs`."""
+        return self._trainer.logprobs(tokens)
+
+    def parameters(self) -> list[ParameterInfo]:
+        """See `Trainer.parameters`."""
+        return self._trainer.parameters()
+
+    def save(self, folder: str) -> None:
+        """See `Trainer.save`."""
+        self._trainer.save(folder)
+
+    def load(self, folder: str) -> None:
+        """See `Trainer.load`."""
+        self._trainer.load(folder)
+
+
+def make_train_worker(
+    trainer: str,
+    model_folder: str,
+    options: Mapping[str, Any],
+    temperature: float,
+    seed: int,
+    store_folder: str,
+    bucket_bytes: int,
+    keep: int,
+) -> TrainWorker:
+    """A worker from plain values, as `Runtime.spawn` sends them; `options`: a `TrainConfig` as a dictionary."""
+    made = trainer_factory(trainer)(
+        model_folder=model_folder,
+        options=msgspec.convert(options, TrainConfig),
+        temperature=temperature,
+        seed=seed,
+    )
+    return TrainWorker(made, FileWeightStore(store_folder, bucket_bytes, keep))
+
+
+class RemoteTrainer:
+    """Implements `protocols.TrainHandle` over a worker that holds a `TrainWorker`."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    async def train_step(self, batch: TrainBatch) -> TrainReport:
+        """One optimizer step. Raises TrainError, RewardError, WorkerDied."""
+        return cast(TrainReport, await self._worker.call("train_step", batch, returns=TrainReport))
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish the current weights; returns when the manifest is written. Raises WeightsError, WorkerDied."""
+        return cast(WeightManifest, await self._worker.call("publish", version, returns=WeightManifest))
+
+    async def warmup(
+        self, sequences: Sequence[tuple[list[int], list[float]]], steps: int, learning_rate: float, batch_tokens: int
+    ) -> tuple[float, float]:
+        """Supervised steps before step 1; the first and the last loss. Raises TrainError, WorkerDied."""
+        losses = await self._worker.call(
+            "warmup", list(sequences), steps, learning_rate, batch_tokens, returns=tuple[float, float]
+        )
+        return cast(tuple[float, float], losses)
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities under the trainer's weights at temperature 1; length len(tokens) - 1."""
+        return cast(list[float], await self._worker.call("logprobs", tokens, returns=list[float]))
+
+    async def parameters(self) -> list[ParameterInfo]:
+        """Names, shapes and dtypes of what is published."""
+        return cast(list[ParameterInfo], await self._worker.call("parameters", returns=list[ParameterInfo]))
+
+    async def save(self, folder: str) -> None:
+        """Write a checkpoint. Raises RunFolderError, WorkerDied."""
+        await self._worker.call("save", folder, returns=None)
+
+    async def load(self, folder: str) -> None:
+        """Go on from a checkpoint. Raises RunFolderError, WorkerDied."""
+        await self._worker.call("load", folder, returns=None)

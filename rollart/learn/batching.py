@@ -1,0 +1,133 @@
+"""From scored groups to padded tensors: samples, mini-batches by group, micro-batches by padded token budget.
+
+Invariant: every trained token of a batch lies in exactly one micro-batch, and no sample is ever split. All of it is
+deterministic. What this file leaves out: packing several samples into one row, and sharding over ranks.
+
+Shape suffixes: B rows of a micro-batch, T positions fed to the model (the last token of a sample is only a target).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from rollart.errors import TrainError
+from rollart.learn.advantage import advantages
+from rollart.types import Group, Trajectory
+
+
+class Sample(Struct, frozen=True):
+    """One sequence to train on; all lists run along `tokens`, which ends with the last trained token.
+
+    `mask`: True where the token is trained. `behaviour_logprobs`: of the policy that generated it, 0 elsewhere.
+    `advantages`: the weight of the token; the same for all tokens of a trajectory.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    behaviour_logprobs: list[float]
+    advantages: list[float]
+
+    @property
+    def num_inputs(self) -> int:
+        """Positions fed to the model."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry a loss."""
+        return sum(self.mask)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Right-padded tensors of one forward pass. At [b, t] everything but `tokens_BT` speaks of token t + 1 of row b."""
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    mask_BT: Tensor
+    behaviour_BT: Tensor
+    advantages_BT: Tensor
+
+
+# ------------------------------------------------------------------------------------------------------------ samples
+def group_samples(groups: Sequence[Group], advantage: str) -> list[list[Sample]]:
+    """The samples of each group, with the advantages of `learn.advantage` under that name.
+
+    A trajectory without a generated token gives no sample, but its reward counts. Raises TrainError, RewardError.
+    """
+    rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+    scored = zip(groups, advantages(advantage, rewards), strict=True)
+    return [_samples(group, values) for group, values in scored]
+
+
+def trajectory_sample(trajectory: Trajectory, advantage: float) -> Sample | None:
+    """A trajectory as a sample, or None when it has no trained token. Raises TrainError when its lists disagree."""
+    tokens, mask, logprobs = trajectory.tokens(), trajectory.loss_mask(), trajectory.behaviour_logprobs()
+    if len(logprobs) != len(tokens):
+        raise TrainError(
+            f"trajectory {trajectory.trajectory_id}: {trajectory.num_generated_tokens} generated tokens, but "
+            f"{sum(len(turn.logprobs) for turn in trajectory.turns)} log-probabilities; the engine must return one each"
+        )
+    return cut_sample(Sample(tokens, mask, logprobs, [advantage] * len(tokens)))
+
+
+def cut_sample(sample: Sample) -> Sample | None:
+    """Without what follows the last trained token, as nothing there can matter; None when no token is trained."""
+    if not any(sample.mask):
+        return None
+    if sample.mask[0]:
+        raise TrainError("the first token of a sequence cannot be trained, as nothing precedes it; give it a prompt")
+    end = len(sample.mask) - sample.mask[::-1].index(True)
+    return Sample(sample.tokens[:end], sample.mask[:end], sample.behaviour_logprobs[:end], sample.advantages[:end])
+
+
+def _samples(group: Group, values: list[float]) -> list[Sample]:
+    pairs = zip(group.trajectories, values, strict=True)
+    return [sample for pair in pairs if (sample := trajectory_sample(*pair)) is not None]
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+def split_groups(groups: Sequence[list[Sample]], num_minibatches: int) -> list[list[Sample]]:
+    """Mini-batches of whole groups, dealt out in turn so that each holds early and late ones; empty ones left out."""
+    parts = [groups[start::num_minibatches] for start in range(num_minibatches)]
+    flat = [[sample for group in part for sample in group] for part in parts]
+    return [samples for samples in flat if samples]
+
+
+def micro_batches(samples: Sequence[Sample], budget_tokens: int) -> list[list[Sample]]:
+    """Rows of similar length, longest first, with rows x longest <= budget; a longer sample stands alone."""
+    batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: -sample.num_inputs):
+        if batches and (len(batches[-1]) + 1) * batches[-1][0].num_inputs <= budget_tokens:
+            batches[-1].append(sample)
+        else:
+            batches.append([sample])
+    return batches
+
+
+def padding_fraction(batches: Sequence[Sequence[Sample]]) -> float:
+    """Share of the positions in these micro-batches that are padding."""
+    padded = sum(len(batch) * max(sample.num_inputs for sample in batch) for batch in batches)
+    used = sum(sample.num_inputs for batch in batches for sample in batch)
+    return 1 - used / padded if padded else 0.0
+
+
+def collate(samples: Sequence[Sample], device: torch.device | str = "cpu") -> MicroBatch:
+    """Tensors of one micro-batch. Padding is on the right, so that causal attention needs no mask."""
+    return MicroBatch(
+        tokens_BT=_padded([sample.tokens[:-1] for sample in samples], torch.long, device),
+        targets_BT=_padded([sample.tokens[1:] for sample in samples], torch.long, device),
+        mask_BT=_padded([sample.mask[1:] for sample in samples], torch.bool, device),
+        behaviour_BT=_padded([sample.behaviour_logprobs[1:] for sample in samples], torch.float32, device),
+        advantages_BT=_padded([sample.advantages[1:] for sample in samples], torch.float32, device),
+    )
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype, device=device)
