@@ -1,0 +1,1 @@
+"""The data plane: worker processes and what runs inside them."""
