@@ -44,7 +44,7 @@ class GymnasiumText:
             raise ConfigError(f"id: {options.id!r} unknown{nearest(options.id, list(gymnasium.registry))}")
         with boundary(ConfigError, f"id: gymnasium.make({options.id!r})"):
             self._env = gymnasium.make(options.id, disable_env_checker=True, **options.kwargs)
-        self._space = self._env.action_space
+        self._space: Any = self._env.action_space
         self._names = _action_names(self._space, options)
         self._observation = ""
 

@@ -116,8 +116,8 @@ def _definition(task: TaskConfig, name: str) -> TaskDefinition:
     elif ":" in env:
         definition = _from_object(env, load_object(env, key), key, task.options)
     else:
-        names = [*BUILT_IN, *importlib.metadata.entry_points(group=GROUP).names]
-        raise ConfigError(f"{key}: unknown environment {env!r}{nearest(env, names)}, or give a module:Class")
+        names = [*BUILT_IN, *importlib.metadata.entry_points(group=GROUP).names, "module:Class"]
+        raise ConfigError(f"{key}: unknown environment {env!r}{nearest(env, names)}")
     if not _is_available(definition):
         raise ConfigError(f"{key}: {env!r} needs more packages: pip install 'rollart[{definition.extra}]'")
     return definition

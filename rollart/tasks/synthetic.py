@@ -25,9 +25,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 class SyntheticOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of task `synthetic`. Rates are per call of reset and step."""
 
-    turns_mean: Annotated[
-        float, Meta(ge=1, description="Mean of the geometric number of turns, before its bounds.")
-    ] = 4
+    turns_mean: Annotated[float, Meta(ge=1, description="Mean number of turns, before the bounds below.")] = 4.0
     turns_min: Annotated[int, Meta(ge=1, description="At least so many turns.")] = 1
     turns_max: Annotated[int, Meta(ge=1, description="At most so many turns.")] = 8
     words: Annotated[int, Meta(ge=0, description="Filler words in an observation.")] = 8
