@@ -33,6 +33,10 @@ FAILED: frozenset[str] = frozenset({"env_error", "reward_error", "generation_err
 ABORTED: frozenset[str] = frozenset({"stale", "redundant", "cancelled"})
 
 
+HELD_OUT = 2**31
+"""Seeds below belong to training (warm-up included); seeds from here on to evaluation. No task sees both."""
+
+
 class Sampling(Struct, frozen=True):
     """How to sample one generation. `temperature=0` is greedy; `top_k=0` and `top_p=1` switch those filters off."""
 

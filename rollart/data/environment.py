@@ -1,0 +1,156 @@
+"""Environment workers: many environments in one process, each on its own thread, none in the way of another.
+
+Invariant: whatever an environment does (hang, raise, exit, return nonsense) costs its own call. A hung thread is
+abandoned with its environment, and another call takes its place at once; an environment that failed is never used
+again. Environments that ended cleanly serve further episodes of their task.
+What this file leaves out: retries (`control/env_manager.py`), and an environment that blocks the whole interpreter
+from C code, which only the end of its process cures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import msgspec
+
+from rollart.config import TaskConfig
+from rollart.errors import EnvError, EnvTimeout, WorkerDied, WorkerError
+from rollart.protocols import Env, WorkerHandle
+from rollart.tasks.hosted import HostedEnv
+from rollart.tasks.registry import factory
+from rollart.types import EnvReply
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentWorker:
+    """Lives in a worker process. `tasks`: TaskConfig by name, as plain data; `num_threads`: calls that run at once.
+
+    Raises ConfigError when a task cannot be built from its config.
+    """
+
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], num_threads: int) -> None:
+        self._configs = {name: msgspec.convert(task, TaskConfig) for name, task in tasks.items()}
+        self._factories: dict[str, Callable[[], Env]] = {
+            name: factory(config, name) for name, config in self._configs.items()
+        }
+        self._num_threads = num_threads
+        self._permits = asyncio.Semaphore(num_threads)
+        self._running: dict[str, HostedEnv] = {}
+        self._idle: dict[str, list[HostedEnv]] = defaultdict(list)
+        self._num_hung = 0
+
+    async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
+        """Begin an episode, in place of any other under this id. Raises EnvTimeout or EnvError."""
+        if task not in self._configs:
+            raise EnvError(f"no task {task!r} here; this worker has {', '.join(self._configs)}")
+        await self.close(env_id)
+        idle = self._idle[task]
+        hosted = idle.pop() if idle else HostedEnv(task, self._factories[task])
+        self._running[env_id] = hosted
+        timeout_s = self._configs[task].reset_timeout_s
+        return await self._call(env_id, hosted, f"reset of task {task!r}", timeout_s, lambda: hosted.reset(seed))
+
+    async def step(self, env_id: str, action: str) -> EnvReply:
+        """Apply an action. Raises EnvTimeout or EnvError."""
+        hosted = self._running.get(env_id)
+        if hosted is None:
+            raise EnvError(f"no environment {env_id!r} here: it was never reset, failed, or is closed")
+        timeout_s = self._configs[hosted.task].step_timeout_s
+        return await self._call(env_id, hosted, f"step of task {hosted.task!r}", timeout_s, lambda: hosted.step(action))
+
+    async def close(self, env_id: str) -> None:
+        """End an episode at any point. Never raises; unknown ids are nothing to do."""
+        hosted = self._running.pop(env_id, None)
+        if hosted is None:
+            return
+        idle = self._idle[hosted.task]
+        if hosted.is_busy or len(idle) >= self._num_threads:
+            hosted.retire()
+        else:
+            idle.append(hosted)
+
+    async def stats(self) -> dict[str, int]:
+        """Environments in use, kept for reuse, and abandoned because they hung."""
+        idle = sum(map(len, self._idle.values()))
+        return {"running": len(self._running), "idle": idle, "hung": self._num_hung}
+
+    async def _call(
+        self, env_id: str, hosted: HostedEnv, what: str, timeout_s: float, submit: Callable[[], Future[EnvReply]]
+    ) -> EnvReply:
+        async with self._permits:
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(submit()), timeout_s)
+            except EnvError:
+                self._discard(env_id, hosted)
+                raise
+            except TimeoutError:
+                self._num_hung += 1
+                log.warning("%s did not answer within %g s; its thread is abandoned", what, timeout_s)
+                self._discard(env_id, hosted)
+                raise EnvTimeout(f"{what} did not answer within {timeout_s:g} s") from None
+
+    def _discard(self, env_id: str, hosted: HostedEnv) -> None:
+        if self._running.get(env_id) is hosted:
+            del self._running[env_id]
+        hosted.retire()
+
+
+class RemoteEnvironment:
+    """`protocols.EnvHandle` over environment workers: an id stays with the worker that reset it."""
+
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self._workers = list(workers)
+        self._worker_of: dict[str, WorkerHandle] = {}
+        self._load: Counter[str] = Counter()
+
+    async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
+        """As `EnvironmentWorker.reset`, on the least loaded worker unless the id has one."""
+        worker = self._worker_of.get(env_id) or self._assign(env_id)
+        return await self._call(env_id, worker, "reset", env_id, task, seed)
+
+    async def step(self, env_id: str, action: str) -> EnvReply:
+        """As `EnvironmentWorker.step`."""
+        worker = self._worker_of.get(env_id)
+        if worker is None:
+            raise EnvError(f"no environment {env_id!r}: it was never reset, or its worker died")
+        return await self._call(env_id, worker, "step", env_id, action)
+
+    async def close(self, env_id: str) -> None:
+        """Never raises."""
+        worker = self._release(env_id)
+        if worker is None:
+            return
+        try:
+            await worker.call("close", env_id)
+        except WorkerError as error:
+            log.warning("close of %s on %s: %s", env_id, worker.name, error)
+
+    async def _call(self, env_id: str, worker: WorkerHandle, method: str, *args: Any) -> EnvReply:
+        try:
+            return cast(EnvReply, await worker.call(method, *args, returns=EnvReply))
+        except WorkerDied as error:
+            self._workers = [other for other in self._workers if other is not worker]
+            self._release(env_id)
+            raise EnvError(f"{method} on worker {worker.name}: {error}") from error
+        except WorkerError as error:
+            raise EnvError(f"{method} on worker {worker.name}: {error}") from error
+
+    def _assign(self, env_id: str) -> WorkerHandle:
+        if not self._workers:
+            raise EnvError("no environment worker is left")
+        worker = min(self._workers, key=lambda candidate: self._load[candidate.name])
+        self._worker_of[env_id] = worker
+        self._load[worker.name] += 1
+        return worker
+
+    def _release(self, env_id: str) -> WorkerHandle | None:
+        worker = self._worker_of.pop(env_id, None)
+        if worker is not None:
+            self._load[worker.name] -= 1
+        return worker

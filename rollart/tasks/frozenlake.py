@@ -1,0 +1,92 @@
+"""FrozenLake as text: many short turns on Gymnasium's own `FrozenLake-v1`, with one map per seed.
+
+Invariant: the dynamics are Gymnasium's; this file only draws the map, writes the grid and reads the action.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from rollart.tasks.actions import INVALID, ActionWords
+from rollart.tasks.definition import TaskDefinition
+
+WORDS = ("left", "down", "right", "up")  # in Gymnasium's order of action numbers
+AROUND = (("up", -1, 0), ("down", 1, 0), ("left", 0, -1), ("right", 0, 1))
+CELLS = {"S": "start", "F": "frozen", "H": "hole", "G": "goal"}
+
+
+class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of task `frozenlake`."""
+
+    size: Annotated[int, Meta(ge=2, le=32, description="Side of the square map.")] = 4
+    frozen_probability: Annotated[
+        float, Meta(ge=0.5, le=1, description="Share of safe cells; large maps with few of them take long to draw.")
+    ] = 0.8
+    slippery: Annotated[bool, Meta(description="Moves may slide sideways.")] = False
+    hints: Annotated[bool, Meta(description="Add a line that names the four neighbouring cells.")] = False
+    invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
+
+
+class FrozenLake:
+    """Reward 1 at the goal, 0 otherwise; a hole ends the episode."""
+
+    def __init__(self, options: FrozenLakeOptions | None = None) -> None:
+        self._options = options or FrozenLakeOptions()
+        self._actions = ActionWords(WORDS)
+        self._map: list[str] = []
+        self._state = 0
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Draw the map of `seed` and stand on its start."""
+        import gymnasium
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+        options = self._options
+        self._map = generate_random_map(options.size, options.frozen_probability, seed)
+        self._env = gymnasium.make(
+            "FrozenLake-v1", desc=self._map, is_slippery=options.slippery, disable_env_checker=True
+        )
+        self._state = int(self._env.reset(seed=seed)[0])
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Move by the first direction named in `action`; without one nothing moves."""
+        number = self._actions.find(action)
+        if number is None:
+            penalty = self._options.invalid_penalty
+            return f"{INVALID}\n{self._observation()}", -penalty, False, False, {"invalid": True}
+        state, reward, terminated, truncated, _ = self._env.step(number)
+        self._state = int(state)
+        return self._observation(), float(reward), terminated, truncated, {}
+
+    def sample_action(self, rng: random.Random) -> str:
+        """One of the four words."""
+        return rng.choice(WORDS)
+
+    def _observation(self) -> str:
+        row, column = divmod(self._state, self._options.size)
+        grid = [list(line) for line in self._map]
+        grid[row][column] = "P"
+        lines = [" ".join(cells) for cells in grid]
+        if self._options.hints:
+            lines.append(", ".join(f"{word} {self._cell(row + down, column + right)}" for word, down, right in AROUND))
+        return "\n".join(lines)
+
+    def _cell(self, row: int, column: int) -> str:
+        inside = 0 <= row < self._options.size and 0 <= column < self._options.size
+        return CELLS[self._map[row][column]] if inside else "wall"
+
+
+TASK = TaskDefinition(
+    name="frozenlake",
+    summary="Walk over a frozen lake, many short turns (Gymnasium's FrozenLake-v1)",
+    load="rollart.tasks.frozenlake:FrozenLake",
+    options=FrozenLakeOptions,
+    system_prompt="Walk from P to G. Avoid H. Answer up, down, left or right.",
+    max_turns=16,
+    max_turn_tokens=8,
+    max_tokens=1024,
+)

@@ -1,0 +1,222 @@
+"""Which tasks exist, and what a config makes of them.
+
+`TaskConfig.env` is looked up as a built-in name, then as an entry point of group `rollart.tasks`, then as
+`module:Class`. Everything a user can get wrong about a task is found here, as one `ConfigError` naming the key, before
+any worker starts. What this file leaves out: running environments (`data/environment.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from rollart.config import Config, TaskConfig, nearest
+from rollart.errors import ConfigError
+from rollart.protocols import Env, RewardFunction
+from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
+from rollart.tasks.classes import definition_of_class
+from rollart.tasks.definition import TaskDefinition
+from rollart.tasks.imports import load_object
+from rollart.types import TaskSpec
+
+GROUP = "rollart.tasks"
+BUILT_IN: dict[str, TaskDefinition] = {
+    task.name: task
+    for task in (
+        frozenlake.TASK,
+        sorting.TASK,
+        arithmetic.TASK,
+        reasoning.TASK,
+        synthetic.TASK,
+        adapters.GYMNASIUM,
+        adapters.GEM,
+    )
+}
+
+
+class OptionInfo(Struct, frozen=True):
+    """One option as text; `default` is empty where a value must be given."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+class TaskInfo(Struct, frozen=True):
+    """One task family; `available` is False while its extra is not installed or its package cannot be imported."""
+
+    name: str
+    summary: str
+    options: list[OptionInfo]
+    extra: str
+    available: bool
+
+
+def specs(config: Config) -> dict[str, TaskSpec]:
+    """The control plane's view of every task: the definition's defaults with the config over them.
+
+    Raises ConfigError for an unknown environment, an unknown or wrong option, a missing extra, a class that is not an
+    environment, or a reward that cannot be imported.
+    """
+    return {name: _spec(task, name, config.rollout.max_model_tokens) for name, task in config.tasks.items()}
+
+
+def factory(task: TaskConfig, name: str = "") -> Callable[[], Env]:
+    """A function that makes environments of one task. `name` stands in for an empty `task.env`. Raises ConfigError."""
+    definition = _definition(task, name)
+    options = _options(definition, task, name)
+    load = definition.load
+    build = load_object(load, f"tasks.{name}.env") if isinstance(load, str) else load
+    return lambda: typing.cast(Env, build(options))
+
+
+def make_env(task: TaskConfig, name: str = "") -> Env:
+    """One environment of a task. Raises ConfigError."""
+    return factory(task, name)()
+
+
+def reward_function(task: TaskConfig, name: str = "") -> RewardFunction | None:
+    """What scores the task's trajectories, or None where the sum of step rewards does. Raises ConfigError."""
+    path = task.reward or _definition(task, name).reward
+    if not path:
+        return None
+    function = load_object(path, f"tasks.{name}.reward")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"tasks.{name}.reward: {path!r} is {function!r}, not a plain function")
+    return typing.cast(RewardFunction, function)
+
+
+def describe() -> list[TaskInfo]:
+    """Every built-in task and every entry point, with options."""
+    found = [_info(definition) for definition in BUILT_IN.values()]
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            found.append(_info(_from_entry_point(point, point.name)))
+        except ConfigError as error:
+            found.append(TaskInfo(point.name, str(error), [], "", False))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- lookup
+def _definition(task: TaskConfig, name: str) -> TaskDefinition:
+    env = task.env or name
+    key = f"tasks.{name}.env" if task.env else f"tasks.{name}"
+    if env in BUILT_IN:
+        definition = BUILT_IN[env]
+    elif points := importlib.metadata.entry_points(group=GROUP, name=env):
+        definition = _from_entry_point(next(iter(points)), key, task.options)
+    elif ":" in env:
+        definition = _from_object(env, load_object(env, key), key, task.options)
+    else:
+        names = [*BUILT_IN, *importlib.metadata.entry_points(group=GROUP).names, "module:Class"]
+        raise ConfigError(f"{key}: unknown environment {env!r}{nearest(env, names)}")
+    if not _is_available(definition):
+        raise ConfigError(f"{key}: {env!r} needs more packages: pip install 'rollart[{definition.extra}]'")
+    return definition
+
+
+def _from_entry_point(
+    point: importlib.metadata.EntryPoint, key: str, options: typing.Mapping[str, Any] | None = None
+) -> TaskDefinition:
+    return _from_object(point.name, load_object(point.value, key), key, options or {})
+
+
+def _from_object(name: str, value: Any, key: str, options: typing.Mapping[str, Any]) -> TaskDefinition:
+    if isinstance(value, TaskDefinition):
+        return value
+    if isinstance(value, type):
+        return definition_of_class(name, value, key, options)
+    raise ConfigError(f"{key}: {name!r} is {value!r}; expected an environment class or a TaskDefinition")
+
+
+def _is_available(definition: TaskDefinition) -> bool:
+    return not definition.requires or importlib.util.find_spec(definition.requires) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- from config
+def _options(definition: TaskDefinition, task: TaskConfig, name: str) -> Struct:
+    fields = definition.options.__struct_fields__
+    for option in task.options:
+        if option not in fields:
+            choices = nearest(option, fields) if fields else "; this task has none"
+            raise ConfigError(f"tasks.{name}.options.{option}: unknown option{choices}")
+    try:
+        return msgspec.convert(task.options, definition.options)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at ")
+        key = f"tasks.{name}.options{where.strip('`').removeprefix('$')}"
+        raise ConfigError(f"{key}: {reason[0].lower()}{reason[1:]}") from error
+
+
+def _spec(task: TaskConfig, name: str, max_model_tokens: int) -> TaskSpec:
+    definition = _definition(task, name)
+    make = factory(task, name)
+    if definition.try_out:
+        _try_out(make, name)
+    max_tokens = task.max_tokens or definition.max_tokens
+    if max_tokens > max_model_tokens:
+        raise ConfigError(
+            f"tasks.{name}.max_tokens: {max_tokens} is more than rollout.max_model_tokens {max_model_tokens}; "
+            "lower the first or raise the second"
+        )
+    return TaskSpec(
+        name=name,
+        weight=task.weight,
+        tag=task.tag or name,
+        max_turns=task.max_turns or definition.max_turns,
+        max_turn_tokens=task.max_turn_tokens or definition.max_turn_tokens,
+        max_tokens=max_tokens,
+        stop=tuple(task.stop),
+        system_prompt=definition.system_prompt if task.system_prompt is None else task.system_prompt,
+        has_reward=reward_function(task, name) is not None,
+        reset_timeout_s=task.reset_timeout_s,
+        step_timeout_s=task.step_timeout_s,
+        reward_timeout_s=task.reward_timeout_s,
+        env_retries=task.env_retries,
+        success_reward=definition.success_reward,
+    )
+
+
+def _try_out(make: Callable[[], Env], name: str) -> None:
+    try:
+        env = make()
+    except ConfigError as error:
+        raise ConfigError(f"tasks.{name}.options.{error}") from error
+    except Exception as error:
+        raise ConfigError(f"tasks.{name}.options: {type(error).__name__}: {error}") from error
+    if hasattr(env, "close"):
+        env.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- describing
+def _info(definition: TaskDefinition) -> TaskInfo:
+    hints = typing.get_type_hints(definition.options, include_extras=True)
+    options = [_option(field, hints[field.name]) for field in msgspec.structs.fields(definition.options)]
+    return TaskInfo(definition.name, definition.summary, options, definition.extra, _is_available(definition))
+
+
+def _option(field: msgspec.structs.FieldInfo, hint: Any) -> OptionInfo:
+    if field.default is not msgspec.NODEFAULT:
+        default = repr(field.default)
+    elif field.default_factory is not msgspec.NODEFAULT:
+        default = repr(field.default_factory())
+    else:
+        default = ""
+    docs = [meta.description for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
+    return OptionInfo(field.name, _type_name(hint), default, next((doc for doc in docs if doc), ""))
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is Annotated:
+        return _type_name(typing.get_args(hint)[0])
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
