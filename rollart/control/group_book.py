@@ -197,9 +197,7 @@ class GroupBook:
 
     def updated(self, version: int) -> list[Instruction]:
         """The workers hold a new version: re-run the members, and drop the ready groups, that are too old for it."""
-        live = sorted(
-            (entry for entry in self._entries.values() if entry.state != "training"), key=_Entry.preference
-        )
+        live = sorted((entry for entry in self._entries.values() if entry.state != "training"), key=_Entry.preference)
         stale = self.rules.staleness.stale((entry.spec.group_id, entry.age(version)) for entry in live)
         return [each for group_id in stale for each in self._stale(self._entries[group_id], version)]
 
