@@ -4,8 +4,8 @@ A group runs `group_size + extra_members` members; the first `group_size` that f
 redundant. A member that fails or grows stale runs again inside its group; a group that can no longer be completed is
 dropped whole.
 
-Invariants, asserted by `check()`: every admitted group ends exactly once, as trained, dropped or aborted; a slot is held
-from admission to that end and never longer; no trajectory id is used twice; nothing is trained twice.
+Invariants, asserted by `check()`: every admitted group ends exactly once, as trained, dropped or aborted; a slot is
+held from admission to that end and never longer; no trajectory id is used twice; nothing is trained twice.
 
 Why nothing is born stale (paper section 5), counting batches from 0. Let T batches be trained when a group is admitted.
 Slots are freed by training, so it is one of at most (alpha + 1) x B untrained groups, and in FIFO order it is consumed
@@ -62,7 +62,7 @@ class Ready(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """A group has ended without being trained; all its members were aborted or discarded before. `requeue`: try again."""
+    """A group has ended untrained; all its members were aborted or discarded before. `requeue`: try its task again."""
 
     spec: GroupSpec
     cause: str
@@ -310,10 +310,12 @@ class GroupBook:
     def _end(self, entry: _Entry, outcome: Outcome, cause: str, requeue: bool) -> list[Instruction]:
         reason: StopReason = "redundant" if cause == "redundant" else "cancelled"
         aborts = [self._abort(each, reason) for each in entry.members if each.trajectory_id in self._running]
-        discards = [Discard(trajectory, cause) for trajectory in entry.finished()]
+        loss = cause if cause in ("stale", "redundant", "cancelled", "zero_variance") else "group_dropped"
+        discards = [Discard(trajectory, loss) for trajectory in entry.finished()]
         del self._entries[entry.spec.group_id]
         self.counts.ends[outcome] += 1
-        self.counts.causes[cause] = self.counts.causes.get(cause, 0) + 1
+        kind = cause.partition(":")[0]
+        self.counts.causes[kind] = self.counts.causes.get(kind, 0) + 1
         if requeue:
             self.drops_in_a_row += 1
             self.recent_causes[cause] += 1

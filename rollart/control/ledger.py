@@ -11,7 +11,7 @@ What it leaves out: storing and showing any of it.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -80,7 +80,7 @@ class Ledger:
         self.lags: Counter[int] = Counter()
         self.aborted: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        self._waits_s: Counter[str] = Counter()
+        self._waits_s: defaultdict[str, float] = defaultdict(float)
         self._train_s = 0.0
         self._generating_s = 0.0
         self._kept = _Lengths()

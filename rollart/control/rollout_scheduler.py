@@ -1,7 +1,7 @@
 """RolloutScheduler: obeys the group book with real coroutines, and keeps the slots filled.
 
-Invariants: every running trajectory is one task of the loop, listed in `_running` until it ended or was aborted; an abort
-cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is left. A
+Invariants: every running trajectory is one task of the loop, listed in `_running` until it ended or was aborted; an
+abort cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is left. A
 run that cannot go on says so through `fail`, with the last causes, and never hangs.
 What it leaves out: decisions on members, slots and staleness (`group_book.py`) and on order (`task_source.py`).
 """
@@ -35,15 +35,11 @@ from rollart.control.lockstep import Lockstep
 from rollart.control.sample_buffer import Batch, SampleBuffer
 from rollart.control.staleness import Staleness
 from rollart.control.task_source import TaskSource
-from rollart.errors import RollartError
+from rollart.errors import RolloutError
 from rollart.protocols import Recorder
 from rollart.types import Group, GroupSpec, TaskSpec, Trajectory
 
 DRAIN_S = 10.0
-
-
-class RolloutStuck(RollartError, RuntimeError):
-    """No batch can ever become ready; the message names the most frequent causes."""
 
 
 class RolloutScheduler:
@@ -76,8 +72,8 @@ class RolloutScheduler:
         self._running: dict[str, tuple[EnvManager, asyncio.Task[Trajectory]]] = {}
         self._ending: set[asyncio.Task[Trajectory]] = set()
         self._pending: deque[GroupSpec] = deque()
-        self._in_hand: Batch | None = None
-        self._resumed: Batch | None = None
+        self._in_hand: list[Batch] = []
+        self._resumed: deque[Batch] = deque()
         self._open = False
         self._waiting = False
         self._target = 0
@@ -92,9 +88,8 @@ class RolloutScheduler:
 
     async def get_batch(self) -> Batch:
         """Step 1 of the protocol: wait for a batch, and end or keep the groups that were redundant for it."""
-        if self._resumed is not None:
-            batch, self._resumed = self._resumed, None
-            return batch
+        if self._resumed:
+            return self._resumed.popleft()
         with self._ledger.waiting_for_batch():
             self._waiting = True
             try:
@@ -107,13 +102,13 @@ class RolloutScheduler:
 
     def trained(self, batch: Batch) -> None:
         """train_step has consumed the batch: its slots are free."""
-        self._in_hand = None
+        self._in_hand.remove(batch)
         self.book.trained(batch.groups)
         for group in batch.groups:
             self._source.settled(group.spec)
             for trajectory in group.trajectories:
                 self._recorder.trajectory(trajectory, True)
-        self._obey([])
+        self._obey(())
 
     def updated(self, version: int) -> None:
         """The workers hold a new version: end what is too old for it."""
@@ -129,12 +124,12 @@ class RolloutScheduler:
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def snapshot(self) -> dict[str, Any]:
-        """Plain data: the data position, open groups, complete groups with their trajectories, counts."""
+        """Plain data: the data position, open groups, complete groups with trajectories, batches in hand, counts."""
         state = {
             "source": self._source.state(),
             "open": [*self.book.open_specs(), *self._pending],
             "ready": self.book.groups("ready"),
-            "in_hand": self._in_hand or self._resumed,
+            "in_hand": self._in_hand,
             "counts": self.book.counts,
         }
         return msgspec.to_builtins(state)  # type: ignore[no-any-return]
@@ -143,11 +138,11 @@ class RolloutScheduler:
         """Before the first admission: open groups run again in their order; complete ones need not."""
         self._source.restore(state["source"])
         self._pending = deque(msgspec.convert(state["open"], list[GroupSpec]))
-        self._resumed = msgspec.convert(state["in_hand"], Batch | None)
-        self._in_hand = self._resumed
+        self._in_hand = msgspec.convert(state["in_hand"], list[Batch])
+        self._resumed = deque(self._in_hand)
         ready = msgspec.convert(state["ready"], list[Group])
         self.book.counts = msgspec.convert(state["counts"], GroupCounts)
-        self.book.restore(ready, self._resumed.groups if self._resumed else ())
+        self.book.restore(ready, [group for batch in self._in_hand for group in batch.groups])
         self._buffer.put(ready)
 
     def live(self) -> dict[str, int]:
@@ -162,7 +157,7 @@ class RolloutScheduler:
 
     # ------------------------------------------------------------------------------------------------------ inside
     def _take(self, batch: Batch) -> None:
-        self._in_hand = batch
+        self._in_hand.append(batch)
         self.book.taken(batch.groups)
         iteration = self._plan.admission == "iteration"
         if iteration:
@@ -225,8 +220,8 @@ class RolloutScheduler:
     def _drop(self, drop: Drop) -> None:
         self._buffer.discard(drop.spec.group_id)
         self._recorder.count(f"groups/{drop.outcome}")
-        if drop.requeue:
-            self._source.requeue(drop.spec)
+        if drop.requeue and not self._source.requeue(drop.spec):
+            self._recorder.count("groups/given_up")
 
     def _lose(self, trajectory: Trajectory, reason: str, *, aborted: bool) -> None:
         self._ledger.lost(trajectory, reason, aborted)
@@ -248,19 +243,19 @@ class RolloutScheduler:
             self._ledger.ended(trajectory)
             self._obey(self.book.finished(trajectory))
         except asyncio.CancelledError:
-            self._fail(RolloutStuck(f"trajectory {trajectory_id} was cancelled by something outside the scheduler"))
+            self._fail(RolloutError(f"trajectory {trajectory_id} was cancelled by something outside the scheduler"))
         except Exception as error:
             self._fail(error)
 
     def _check_progress(self) -> None:
         if self.book.drops_in_a_row >= self._max_drops:
-            self._fail(RolloutStuck(f"{self.book.drops_in_a_row} groups in a row were dropped; {self._causes()}"))
+            self._fail(RolloutError(f"{self.book.drops_in_a_row} groups in a row were dropped; {self._causes()}"))
         elif self._waiting and not self._running and not self.book.num_training and self._open:
             short = self._rollout.groups_per_batch - len(self._buffer)
             if short > 0:
                 state = ", ".join(f"{key} {value}" for key, value in self.live().items())
                 self._fail(
-                    RolloutStuck(
+                    RolloutError(
                         f"nothing runs and nothing can be admitted, but the batch lacks {short} groups "
                         f"({state}); {self._causes()}"
                     )

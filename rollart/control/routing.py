@@ -1,8 +1,8 @@
 """Which worker gets a request. PURE.
 
 A trajectory stays on its worker, where its prefix is cached, unless that worker is overloaded relative to the least
-loaded one of its class; else the least loaded takes it (load = outstanding tokens). A tag (task domain) prefers a device
-class, and falls back to the next class that has a worker (paper sections 1 and 3, hardware affinity).
+loaded one of its class; else the least loaded takes it (load = outstanding tokens). A tag (task domain) prefers a
+device class, and falls back to the next class that has a worker (paper sections 1 and 3, hardware affinity).
 
 Invariant: a worker's load is the sum of the tokens of its requests in flight, and it is 0 when there are none.
 Cost: O(log workers) per request, amortised. What it leaves out: the calls themselves (`llm_proxy.py`).
@@ -96,7 +96,7 @@ class Router:
         return self._workers[name].load
 
     def choose(self, trajectory_id: str, tag: str, num_tokens: int) -> str:
-        """The worker for one request of `num_tokens`; counts it as outstanding. Raises ResourceError without workers."""
+        """The worker for one request of `num_tokens`; counts it as outstanding. Raises ResourceError if there is none."""
         home = self._class_for(tag)
         worker = home.least()
         sticky = self._sticky.get(trajectory_id)

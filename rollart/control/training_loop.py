@@ -16,15 +16,15 @@ One iteration:  1 get_batch   2 suspend   3 update   4 resume   5 KV is recomput
 Where rollout overlaps training, steps 2 to 4 bring the weights of the previous train_step, and step 6 goes on in the
 background. Otherwise step 6 comes first and is awaited, and its own weights arrive before the next get_batch.
 
-Invariants: workers and trainer hold the same version when train_step begins; an evaluation sees one version; a train_step
-that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery, which
+Invariants: workers and trainer hold the same version when train_step begins; an evaluation sees one version; a
+train_step that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery, which
 are the hooks' and the pipeline's business.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -117,7 +117,7 @@ class TrainingLoop:
         return self._stop.is_set()
 
     async def run(self) -> None:
-        """Train `config.steps` steps in all. Raises what ends the run: WorkerDied, WeightsError, RolloutStuck, ..."""
+        """Train `config.steps` steps in all. Raises what ends the run: WorkerDied, WeightsError, RolloutError, TrainError."""
         await self._supervisor.guard(self._run())
 
     async def _run(self) -> None:
@@ -137,7 +137,8 @@ class TrainingLoop:
             return
         if self._config.plan.overlap:
             await self._settle()
-            self._launch(batch)
+            if not self.stopping:
+                self._launch(batch)
         else:
             self._launch(batch)
             await self._settle()
@@ -159,6 +160,8 @@ class TrainingLoop:
         await self._finish_training()
         if self._due(self._config.log.checkpoint_every):
             await self._save()
+        if self.stopping:
+            return
         await self._update()
         if self._due(self._config.eval.every) and not self._is_last():
             self._launch_evaluation()
@@ -174,7 +177,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------------------------------------------- training
     def _launch(self, batch: Batch) -> None:
         """Step 6, in the background."""
-        self._training = asyncio.ensure_future(self._train(batch))
+        self._training = self._spawn(self._train(batch))
 
     async def _train(self, batch: Batch) -> None:
         """train_step, then publish its weights and let the workers read them ahead."""
@@ -182,7 +185,7 @@ class TrainingLoop:
         self._ledger.trained(batch, self.step)
         report = await self._train_step(TrainBatch(step, self.step, batch.groups))
         self._scheduler.trained(batch)
-        with self._ledger.wait("publish"):
+        with self._ledger.wait("weights"):
             await self._trainer.publish(step)
             await self._proxy.prefetch(step)
         self.step = step
@@ -202,36 +205,39 @@ class TrainingLoop:
     async def _finish_training(self) -> None:
         """Wait for the running train_step, if any, and raise its error."""
         if self._training is not None:
-            with self._ledger.wait("train_step"):
-                await self._training
+            await self._training
             self._training = None
 
     # ----------------------------------------------------------------------------------------------------- weights
     async def _update(self) -> None:
-        """Steps 2 to 4 when there is something new, and the canary."""
-        if self._proxy.version == self.step:
-            return
-        await self._finish_evaluation()
+        """Steps 2 to 4, when there is something new."""
+        if self._proxy.version != self.step:
+            await self._finish_evaluation()
+            await self._load_weights()
+
+    async def _load_weights(self) -> None:
+        """Suspend, update, end what is too old, resume; then the canary."""
         with self._ledger.wait("suspended"):
             await self._proxy.suspend()
-            with self._ledger.wait("update"):
-                await self._proxy.update(self.step)
-            self._scheduler.updated(self.step)
+        with self._ledger.wait("weights"):
+            await self._proxy.update(self.step)
+        self._scheduler.updated(self.step)
+        with self._ledger.wait("suspended"):
             await self._proxy.resume()
-        await self._check_canary()
+        with self._ledger.wait("weights"):
+            await self._check_canary()
 
     async def _check_canary(self) -> None:
         """Workers and trainer must give the same log-probabilities. Raises WeightsError."""
-        with self._ledger.wait("canary"):
-            expected = await self._trainer.logprobs(self._canary_tokens)
-            answers = await self._proxy.logprobs(self._canary_tokens)
+        expected = await self._trainer.logprobs(self._canary_tokens)
+        answers = await self._proxy.logprobs(self._canary_tokens)
         self.canary = canary_difference(expected, answers, self.step, self._config.train.canary_tolerance)
 
     # -------------------------------------------------------------------------------------------------- evaluation
     def _launch_evaluation(self) -> None:
         if self._evaluation is None and self._evaluated_step != self.step:
             self._evaluated_step = self.step
-            self._evaluation = asyncio.ensure_future(self._evaluate(self.step))
+            self._evaluation = self._spawn(self._evaluate(self.step))
 
     async def _evaluate(self, step: int) -> None:
         result = await self._evaluator.run()
@@ -249,11 +255,9 @@ class TrainingLoop:
     async def _begin(self) -> None:
         """Before step 1: same parameters on both sides, same weights, first evaluation, first admissions."""
         check_parameters(await self._trainer.parameters(), await self._proxy.parameters())
-        with self._ledger.wait("publish"):
+        with self._ledger.wait("weights"):
             await self._trainer.publish(self.step)
-        with self._ledger.wait("update"):
-            await self._proxy.update(self.step)
-        await self._check_canary()
+        await self._load_weights()
         self._step_began = asyncio.get_running_loop().time()
         self._launch_evaluation()
         self._scheduler.begin_iteration()
@@ -275,6 +279,16 @@ class TrainingLoop:
             self._saved_step = self.step
             with self._ledger.wait("checkpoint"):
                 await self._hooks.checkpoint(self.step)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work of its own task; its error ends the run at once, whatever the loop is waiting for."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._report)
+        return task
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._supervisor.fail(error)
 
     async def _end(self) -> None:
         """On every way out: no task of this run is left."""

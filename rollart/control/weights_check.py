@@ -1,4 +1,4 @@
-"""Do trainer and inference workers hold the same weights? Compared by name before step 1, by result after updates. PURE.
+"""Do trainer and inference workers hold the same weights? Compared by name before step 1, by result later. PURE.
 
 Invariant: what differs raises WeightsError before anything is trained on it. What it leaves out: how weights travel.
 """
