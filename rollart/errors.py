@@ -8,6 +8,7 @@
     |-- GenerationError      the inference engine                     (also RuntimeError)
     |-- EnvError             reset, step or close of an environment   (also RuntimeError)
     |   `-- EnvTimeout       ... which did not answer in time         (also TimeoutError)
+    |-- RolloutError         no batch of trajectories can become ready (also RuntimeError)
     |-- RewardError          a reward function                        (also RuntimeError)
     |-- TrainError           a training step                          (also RuntimeError)
     |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
@@ -53,6 +54,10 @@ class EnvError(RollartError, RuntimeError):
 
 class EnvTimeout(EnvError, TimeoutError):
     """An environment did not answer within its time limit."""
+
+
+class RolloutError(RollartError, RuntimeError):
+    """The rollout cannot go on: nothing runs and nothing can be admitted, or every group fails."""
 
 
 class RewardError(RollartError, RuntimeError):

@@ -1,0 +1,184 @@
+"""Where time goes, and how old what was trained is.
+
+`StageClock` counts trajectories by stage. While the trainer waits for a batch, every second is attributed to the stages
+of the running trajectories in proportion to their number, integrated at each change. `Ledger` adds the other waits, the
+histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
+
+Invariant: the seconds attributed to stages (and to `nothing_running`) add up to the time spent in `waiting_for_batch`.
+What it leaves out: storing and showing any of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rollart.control.sample_buffer import Batch
+from rollart.types import EngineStats, Trajectory
+
+STAGES = ("reset", "generate", "step", "score")
+IDLE = "nothing_running"
+
+
+class StageClock:
+    """Trajectories per stage, and the waits attributed to them. Each change costs O(1)."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(STAGES, 0)
+        self.num_running = 0
+        self.waited_s: dict[str, float] = dict.fromkeys((*STAGES, IDLE), 0.0)
+        self.rollout_waited_s = 0.0
+        self._batch_awaited = False
+        self._training = False
+        self._since = 0.0
+
+    def change(self, before: str | None, after: str | None) -> None:
+        """A trajectory goes from one stage to the next; None is outside."""
+        if self._batch_awaited or self._training:
+            self._integrate()
+        if before is not None:
+            self.counts[before] -= 1
+            self.num_running -= 1
+        if after is not None:
+            self.counts[after] += 1
+            self.num_running += 1
+
+    def await_batch(self, waiting: bool) -> None:
+        """The trainer begins or ends to wait for a batch."""
+        self._integrate()
+        self._batch_awaited = waiting
+
+    def train(self, training: bool) -> None:
+        """train_step begins or ends; while it runs and no trajectory does, the rollout waits for it."""
+        self._integrate()
+        self._training = training
+
+    def _integrate(self) -> None:
+        now = asyncio.get_running_loop().time()
+        passed_s, self._since = now - self._since, now
+        if self._training and not self.num_running:
+            self.rollout_waited_s += passed_s
+        if not self._batch_awaited:
+            return
+        if not self.num_running:
+            self.waited_s[IDLE] += passed_s
+            return
+        for stage, count in self.counts.items():
+            if count:
+                self.waited_s[stage] += passed_s * count / self.num_running
+
+
+class Ledger:
+    """All accounts of one run."""
+
+    def __init__(self) -> None:
+        self.clock = StageClock()
+        self.ages: Counter[int] = Counter()
+        self.lags: Counter[int] = Counter()
+        self.aborted: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self._waits_s: defaultdict[str, float] = defaultdict(float)
+        self._train_s = 0.0
+        self._generating_s = 0.0
+        self._kept = _Lengths()
+        self._all = _Lengths()
+
+    # ------------------------------------------------------------------------------------------------------- waits
+    @contextmanager
+    def wait(self, cause: str) -> Iterator[None]:
+        """Book the time inside as a wait: weights, suspended, evaluation, checkpoint."""
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        try:
+            yield
+        finally:
+            self._waits_s[cause] += loop.time() - begin
+
+    @contextmanager
+    def waiting_for_batch(self) -> Iterator[None]:
+        """Attribute the time inside to the stages of the running trajectories."""
+        self.clock.await_batch(True)
+        try:
+            yield
+        finally:
+            self.clock.await_batch(False)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """train_step runs."""
+        self.clock.train(True)
+        try:
+            yield
+        finally:
+            self.clock.train(False)
+
+    def overlapped(self, seconds: float, before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> None:
+        """A train_step took `seconds`; how much of it did the workers generate?"""
+        busy_s = [after[name].busy_s - before[name].busy_s for name in after if name in before]
+        if not busy_s or seconds <= 0:
+            return
+        self._train_s += seconds
+        self._generating_s += sum(min(max(each, 0.0), seconds) for each in busy_s) / len(busy_s)
+
+    # ------------------------------------------------------------------------------------------------ trajectories
+    def trained(self, batch: Batch, num_steps_done: int) -> None:
+        """A batch goes into train_step: its ages at `get_batch`, its lags behind the learner."""
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                start = trajectory.start_version
+                assert start is not None, "a trajectory without generated tokens is never trained"
+                self.ages[batch.version - start] += 1
+                self.lags[num_steps_done - start] += 1
+                self._kept.add(trajectory)
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """A trajectory has ended by itself."""
+        self._all.add(trajectory)
+
+    def lost(self, trajectory: Trajectory, reason: str, aborted: bool) -> None:
+        """A trajectory that nobody will train on; one aborted as redundant counts with the tokens it had."""
+        (self.aborted if aborted else self.failed)[reason] += 1
+        if aborted and reason == "redundant":
+            self._all.add(trajectory)
+
+    # ---------------------------------------------------------------------------------------------------- snapshot
+    @property
+    def overlap(self) -> float:
+        """Share of training time during which tokens were generated, the mean over workers; 0 to 1."""
+        return self._generating_s / self._train_s if self._train_s else 0.0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data. `waits_s`: the trainer's waits by cause, and `training`, the rollout's wait for the trainer."""
+        return {
+            "waits_s": {**self.clock.waited_s, **self._waits_s, "training": self.clock.rollout_waited_s},
+            "age_histogram": _sorted(self.ages),
+            "lag_histogram": _sorted(self.lags),
+            "aborted": dict(self.aborted),
+            "discarded": dict(self.failed),
+            "overlap": self.overlap,
+            "train_s": self._train_s,
+            "tokens_kept_mean": self._kept.mean,
+            "tokens_all_mean": self._all.mean,
+            "running": dict(self.clock.counts),
+        }
+
+
+class _Lengths:
+    def __init__(self) -> None:
+        self._num = 0
+        self._tokens = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._num += 1
+        self._tokens += trajectory.num_generated_tokens
+
+    @property
+    def mean(self) -> float:
+        return self._tokens / self._num if self._num else 0.0
+
+
+def _sorted(histogram: Counter[int]) -> dict[str, int]:
+    return {str(key): histogram[key] for key in sorted(histogram)}

@@ -1,0 +1,179 @@
+"""LLMProxy: the gateway between trajectories and inference workers (paper section 4).
+
+Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
+`version` is what every worker holds; a request that its caller gives up is aborted in the engine.
+What it leaves out: restarting a dead worker. Its death goes to `fatal`, which ends the run; an error of one request
+stays with its trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from rollart.control.background import Background
+from rollart.control.routing import Router
+from rollart.errors import RollartError, WorkerDied
+from rollart.protocols import InferenceHandle
+from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
+
+T = TypeVar("T")
+
+
+class _Flight(Struct):
+    """One request: at the gate while `worker` is empty, then on a worker."""
+
+    trajectory_id: str
+    gate: asyncio.Future[bool] | None = None
+    worker: str = ""
+
+
+class LLMProxy:
+    """`classes` gives a worker's device class for `router`; `fatal` hears of dead workers."""
+
+    def __init__(
+        self,
+        workers: Sequence[InferenceHandle],
+        *,
+        router: Router | None = None,
+        classes: Mapping[str, str] | None = None,
+        background: Background | None = None,
+        fatal: Callable[[RollartError], None] | None = None,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self._router = router or Router()
+        self._workers = {worker.name: worker for worker in workers}
+        self._background = background or Background()
+        self._fatal = fatal
+        self._suspended = False
+        self._flights: dict[str, _Flight] = {}
+        self._by_trajectory: dict[str, set[str]] = {}
+        for worker in workers:
+            self._router.add(worker.name, (classes or {}).get(worker.name, "default"))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that wait at the gate or run on a worker."""
+        return len(self._flights)
+
+    # ------------------------------------------------------------------------------------------------ trajectories
+    async def generate(self, request: GenRequest) -> GenResult:
+        """One turn. Waits while suspended. Raises GenerationError; WorkerDied also ends the run."""
+        flight = _Flight(request.trajectory_id)
+        self._enter(request, flight)
+        try:
+            if self._suspended and not await self._pass_gate(flight):
+                return GenResult(request.request_id, [], [], [], "abort")
+            return await self._on_worker(request, flight)
+        finally:
+            self._leave(request, flight)
+
+    def abort(self, trajectory_id: str) -> None:
+        """End its requests; `generate` then returns with finish_reason 'abort' and the tokens so far."""
+        for request_id in self._by_trajectory.get(trajectory_id, ()):
+            flight = self._flights[request_id]
+            if flight.worker:
+                self._abort_on_worker(flight.worker, request_id)
+            elif flight.gate is not None and not flight.gate.done():
+                flight.gate.set_result(False)
+
+    def release(self, trajectory_id: str) -> None:
+        """The trajectory has ended: its worker may forget its KV."""
+        if name := self._router.forget(trajectory_id):
+            self._background.spawn(self._workers[name].release([trajectory_id]), f"release on {name}")
+
+    # ----------------------------------------------------------------------------------------------------- weights
+    async def suspend(self) -> None:
+        """Step 2 of the protocol: close the gate, stop all engines between two steps."""
+        self._suspended = True
+        await self._all(lambda worker: worker.suspend(), "suspend")
+
+    async def prefetch(self, version: int) -> None:
+        """Let all workers read a published version while generation goes on."""
+        await self._all(lambda worker: worker.prefetch(version), "prefetch")
+
+    async def update(self, version: int) -> None:
+        """Step 3: all workers load `version`. Raises WeightsError naming the worker."""
+        await self._all(lambda worker: worker.update(version), f"update to version {version}")
+        self.version = version
+
+    async def resume(self) -> None:
+        """Step 4: engines go on, the gate opens."""
+        await self._all(lambda worker: worker.resume(), "resume")
+        self._suspended = False
+        for flight in self._flights.values():
+            if flight.gate is not None and not flight.gate.done():
+                flight.gate.set_result(True)
+
+    async def logprobs(self, tokens: list[int]) -> dict[str, list[float]]:
+        """Per worker, the log-probability of each token given those before it."""
+        return await self._all(lambda worker: worker.logprobs(tokens), "logprobs")
+
+    async def parameters(self) -> dict[str, list[ParameterInfo]]:
+        """Per worker, what `update` expects."""
+        return await self._all(lambda worker: worker.parameters(), "parameters")
+
+    async def stats(self) -> dict[str, EngineStats]:
+        """Per worker, its engine's counters."""
+        return await self._all(lambda worker: worker.stats(), "stats")
+
+    # ------------------------------------------------------------------------------------------------------ inside
+    def _enter(self, request: GenRequest, flight: _Flight) -> None:
+        self._flights[request.request_id] = flight
+        self._by_trajectory.setdefault(request.trajectory_id, set()).add(request.request_id)
+
+    def _leave(self, request: GenRequest, flight: _Flight) -> None:
+        del self._flights[request.request_id]
+        siblings = self._by_trajectory[request.trajectory_id]
+        siblings.discard(request.request_id)
+        if not siblings:
+            del self._by_trajectory[request.trajectory_id]
+        if flight.worker:
+            self._router.finished(flight.worker, _cost(request))
+
+    async def _pass_gate(self, flight: _Flight) -> bool:
+        while self._suspended:
+            flight.gate = asyncio.get_running_loop().create_future()
+            if not await flight.gate:
+                return False
+        return True
+
+    async def _on_worker(self, request: GenRequest, flight: _Flight) -> GenResult:
+        flight.worker = self._router.choose(request.trajectory_id, request.tag, _cost(request))
+        try:
+            return await self._workers[flight.worker].generate(request)
+        except asyncio.CancelledError:
+            self._abort_on_worker(flight.worker, request.request_id)
+            raise
+        except RollartError as error:
+            raise self._named(flight.worker, "generate", error) from error
+
+    def _abort_on_worker(self, name: str, request_id: str) -> None:
+        self._background.spawn(self._workers[name].abort([request_id]), f"abort on {name}")
+
+    async def _all(self, call: Callable[[InferenceHandle], Awaitable[T]], what: str) -> dict[str, T]:
+        """Call every worker at once; when all have answered, raise the first error, naming its worker."""
+        answers = await asyncio.gather(*map(call, self._workers.values()), return_exceptions=True)
+        results: dict[str, T] = {}
+        for name, answer in zip(self._workers, answers, strict=True):
+            if isinstance(answer, RollartError):
+                raise self._named(name, what, answer) from answer
+            if isinstance(answer, BaseException):
+                raise answer
+            results[name] = answer
+        return results
+
+    def _named(self, name: str, what: str, error: RollartError) -> RollartError:
+        named = type(error)(f"inference worker {name!r}, {what}: {error}")
+        if isinstance(error, WorkerDied) and self._fatal is not None:
+            self._fatal(named)
+        return named
+
+
+def _cost(request: GenRequest) -> int:
+    """Outstanding tokens of a request: what is read and what may be written."""
+    return len(request.prompt) + request.sampling.max_tokens

@@ -1,0 +1,282 @@
+"""RolloutScheduler: obeys the group book with real coroutines, and keeps the slots filled.
+
+Invariants: every running trajectory is one task of the loop, listed in `_running` until it ended or was aborted; an
+abort cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is left. A
+run that cannot go on says so through `fail`, with the last causes, and never hangs.
+What it leaves out: decisions on members, slots and staleness (`group_book.py`) and on order (`task_source.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, assert_never
+
+import msgspec
+
+from rollart.config import Config, limits
+from rollart.control.env_manager import EnvManager, Services
+from rollart.control.group_book import (
+    Abort,
+    Discard,
+    Drop,
+    GroupBook,
+    GroupCounts,
+    GroupRules,
+    Instruction,
+    Ready,
+    Start,
+)
+from rollart.control.ledger import Ledger
+from rollart.control.lockstep import Lockstep
+from rollart.control.sample_buffer import Batch, SampleBuffer
+from rollart.control.staleness import Staleness
+from rollart.control.task_source import TaskSource
+from rollart.errors import RolloutError
+from rollart.protocols import Recorder
+from rollart.types import Group, GroupSpec, TaskSpec, Trajectory
+
+DRAIN_S = 10.0
+
+
+class RolloutScheduler:
+    """`fail` ends the run. `max_drops`: groups dropped in a row (default 20 batches of them) that end it."""
+
+    def __init__(
+        self,
+        config: Config,
+        tasks: Mapping[str, TaskSpec],
+        source: TaskSource,
+        services: Services,
+        ledger: Ledger,
+        recorder: Recorder,
+        fail: Callable[[BaseException], None],
+        max_drops: int | None = None,
+    ) -> None:
+        rollout, self._plan = config.rollout, config.plan
+        self._rollout = rollout
+        self._tasks = tasks
+        self._source = source
+        self._services = services
+        self._ledger = ledger
+        self._recorder = recorder
+        self._fail = fail
+        self._max_drops = max_drops or 20 * rollout.groups_per_batch
+        rules = _rules(config)
+        self.book = GroupBook(rules)
+        self._buffer = SampleBuffer(rules.staleness, lambda: services.proxy.version, self._evicted)
+        self._lockstep = Lockstep() if self._plan.lockstep else None
+        self._running: dict[str, tuple[EnvManager, asyncio.Task[Trajectory]]] = {}
+        self._ending: set[asyncio.Task[Trajectory]] = set()
+        self._pending: deque[GroupSpec] = deque()
+        self._in_hand: list[Batch] = []
+        self._resumed: deque[Batch] = deque()
+        self._open = False
+        self._waiting = False
+        self._target = 0
+
+    # --------------------------------------------------------------------------------------------- the loop's calls
+    def begin_iteration(self) -> None:
+        """Admit what this schedule admits after an update: one batch, or whatever the slots allow."""
+        self._open = True
+        iteration = self._rollout.groups_per_batch + self._rollout.extra_groups
+        self._target = iteration if self._plan.admission == "iteration" else self.book.rules.slots
+        self._admit()
+
+    async def get_batch(self) -> Batch:
+        """Step 1 of the protocol: wait for a batch, and end or keep the groups that were redundant for it."""
+        if self._resumed:
+            return self._resumed.popleft()
+        with self._ledger.waiting_for_batch():
+            self._waiting = True
+            try:
+                self._check_progress()
+                batch = await self._buffer.get_batch(self._rollout.groups_per_batch)
+            finally:
+                self._waiting = False
+        self._take(batch)
+        return batch
+
+    def trained(self, batch: Batch) -> None:
+        """train_step has consumed the batch: its slots are free."""
+        self._in_hand.remove(batch)
+        self.book.trained(batch.groups)
+        for group in batch.groups:
+            self._source.settled(group.spec)
+            for trajectory in group.trajectories:
+                self._recorder.trajectory(trajectory, True)
+        self._obey(())
+
+    def updated(self, version: int) -> None:
+        """The workers hold a new version: end what is too old for it."""
+        self._obey(self.book.updated(version))
+
+    async def close(self) -> None:
+        """Abort all trajectories and wait until they, and what they left to close, have ended."""
+        self._open = False
+        self._obey(self.book.abort_all())
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+        await self._services.background.drain(DRAIN_S)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data: the data position, open groups, complete groups with trajectories, batches in hand, counts."""
+        state = {
+            "source": self._source.state(),
+            "open": [*self.book.open_specs(), *self._pending],
+            "ready": self.book.groups("ready"),
+            "in_hand": self._in_hand,
+            "counts": self.book.counts,
+        }
+        return msgspec.to_builtins(state)  # type: ignore[no-any-return]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Before the first admission: open groups run again in their order; complete ones need not."""
+        self._source.restore(state["source"])
+        self._pending = deque(msgspec.convert(state["open"], list[GroupSpec]))
+        self._in_hand = msgspec.convert(state["in_hand"], list[Batch])
+        self._resumed = deque(self._in_hand)
+        ready = msgspec.convert(state["ready"], list[Group])
+        self.book.counts = msgspec.convert(state["counts"], GroupCounts)
+        self.book.restore(ready, [group for batch in self._in_hand for group in batch.groups])
+        self._buffer.put(ready)
+
+    def live(self) -> dict[str, int]:
+        """What the live view shows."""
+        return {
+            "running_trajectories": self.book.num_running,
+            "open_groups": self.book.num_live - len(self._buffer),
+            "ready_groups": len(self._buffer),
+            "training_groups": self.book.num_training,
+            "free_slots": self.book.free_slots,
+        }
+
+    # ------------------------------------------------------------------------------------------------------ inside
+    def _take(self, batch: Batch) -> None:
+        self._in_hand.append(batch)
+        self.book.taken(batch.groups)
+        iteration = self._plan.admission == "iteration"
+        if iteration:
+            self._target = 0
+        if self._rollout.on_target == "abort":
+            needed = self.book.rules.slots - self._rollout.extra_groups - self._rollout.groups_per_batch
+            self._obey(self.book.abort_redundant(0 if iteration else needed))
+
+    def _admit(self) -> None:
+        while self._open and self.book.free_slots > 0 and self.book.num_live < self._target:
+            spec = self._pending.popleft() if self._pending else self._source.next()
+            for instruction in self.book.admit(spec):
+                self._execute(instruction)
+
+    def _obey(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            self._execute(instruction)
+        self._admit()
+        self._check_progress()
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case Start(trajectory_id, spec):
+                self._start(trajectory_id, spec)
+            case Abort(trajectory_id, reason):
+                self._abort(trajectory_id, reason)
+            case Discard(trajectory, reason):
+                self._lose(trajectory, reason, aborted=reason in ("stale", "redundant", "cancelled"))
+            case Ready(group):
+                self._buffer.put([group])
+            case Drop():
+                self._drop(instruction)
+            case _:
+                assert_never(instruction)
+
+    def _start(self, trajectory_id: str, spec: GroupSpec) -> None:
+        if self._lockstep is not None:
+            self._lockstep.join(trajectory_id)
+        manager = EnvManager(
+            self._services,
+            self._tasks[spec.task],
+            spec,
+            trajectory_id,
+            max_age=self.book.rules.staleness.oldest if self._plan.recheck == "turn" else None,
+            progress=self.book.progress,
+            lockstep=self._lockstep,
+            score_together=not self._plan.async_reward,
+        )
+        task = asyncio.get_running_loop().create_task(manager.run(), name=trajectory_id)
+        self._running[trajectory_id] = (manager, task)
+        self._ending.add(task)
+        task.add_done_callback(partial(self._ended, trajectory_id))
+
+    def _abort(self, trajectory_id: str, reason: Any) -> None:
+        manager, task = self._running.pop(trajectory_id)
+        task.cancel()
+        manager.trajectory.stop_reason = reason
+        self._lose(manager.trajectory, reason, aborted=True)
+
+    def _drop(self, drop: Drop) -> None:
+        self._buffer.discard(drop.spec.group_id)
+        self._recorder.count(f"groups/{drop.outcome}")
+        if drop.requeue and not self._source.requeue(drop.spec):
+            self._recorder.count("groups/given_up")
+
+    def _lose(self, trajectory: Trajectory, reason: str, *, aborted: bool) -> None:
+        self._ledger.lost(trajectory, reason, aborted)
+        self._recorder.trajectory(trajectory, False)
+
+    def _evicted(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._obey(self.book.evicted(group))
+
+    def _ended(self, trajectory_id: str, task: asyncio.Task[Trajectory]) -> None:
+        """A task is over: of itself, or because it was aborted (then the book knows already)."""
+        self._ending.discard(task)
+        if self._lockstep is not None:
+            self._lockstep.leave(trajectory_id)
+        if self._running.pop(trajectory_id, None) is None:
+            return
+        try:
+            trajectory = task.result()
+            self._ledger.ended(trajectory)
+            self._obey(self.book.finished(trajectory))
+        except asyncio.CancelledError:
+            self._fail(RolloutError(f"trajectory {trajectory_id} was cancelled by something outside the scheduler"))
+        except Exception as error:
+            self._fail(error)
+
+    def _check_progress(self) -> None:
+        if self.book.drops_in_a_row >= self._max_drops:
+            self._fail(RolloutError(f"{self.book.drops_in_a_row} groups in a row were dropped; {self._causes()}"))
+        elif self._waiting and not self._running and not self.book.num_training and self._open:
+            short = self._rollout.groups_per_batch - len(self._buffer)
+            if short > 0:
+                state = ", ".join(f"{key} {value}" for key, value in self.live().items())
+                self._fail(
+                    RolloutError(
+                        f"nothing runs and nothing can be admitted, but the batch lacks {short} groups "
+                        f"({state}); {self._causes()}"
+                    )
+                )
+
+    def _causes(self) -> str:
+        causes = self.book.recent_causes.most_common(3)
+        if not causes:
+            return "no group was dropped since the last complete one"
+        return "most frequent causes: " + "; ".join(f"{cause} ({count} times)" for cause, count in causes)
+
+
+def _rules(config: Config) -> GroupRules:
+    rollout, derived = config.rollout, limits(config)
+    replace = rollout.zero_variance == "replace"
+    return GroupRules(
+        slots=derived.slots,
+        group_size=rollout.group_size,
+        staleness=Staleness.of(derived.alpha, rollout.groups_per_batch),
+        extra_members=rollout.extra_members,
+        member_retries=rollout.member_retries,
+        max_replaced=math.floor(rollout.replace_limit * rollout.groups_per_batch) if replace else 0,
+        recheck_running=config.plan.recheck == "turn",
+    )

@@ -1,0 +1,303 @@
+"""TrainingLoop: the six steps of asynchronous training (paper section 5), for all five schedules on one code path.
+
+    loop              consumes               waits for                      produces             unblocked by
+    ----------------  ---------------------  -----------------------------  -------------------  ----------------------
+    RolloutScheduler  tasks of TaskSource    a free slot (continuous), or   running members      a trained or dropped
+                                             the iteration's update                              group; an update
+    EnvManager (many) one Start              reset, generate, step, score   one Trajectory       env and reward workers,
+                                                                                                 LLMProxy (RESUME)
+    SampleBuffer      finished groups        groups_per_batch of them       one Batch            the last finished group
+    training task     one Batch              the trainer, then the store    version + 1,         nothing else: it never
+                                                                            prefetched           waits for rollout
+    TrainingLoop      Batch and version      get_batch; the training task;  an updated, resumed  SampleBuffer; trainer;
+                                             a running evaluation           LLMProxy; train_step Evaluator
+
+One iteration:  1 get_batch   2 suspend   3 update   4 resume   5 KV is recomputed (in the engines)   6 train_step.
+Where rollout overlaps training, steps 2 to 4 bring the weights of the previous train_step, and step 6 goes on in the
+background. Otherwise step 6 comes first and is awaited, and its own weights arrive before the next get_batch.
+
+Invariants: workers and trainer hold the same version when train_step begins; an evaluation sees one version; a
+train_step that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery, which
+are the hooks' and the pipeline's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from rollart.config import Config
+from rollart.control.evaluator import EvalResult, Evaluator
+from rollart.control.ledger import Ledger
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sample_buffer import Batch
+from rollart.control.supervisor import Supervisor
+from rollart.control.weights_check import canary_difference, check_parameters
+from rollart.errors import WeightsError
+from rollart.protocols import TrainHandle
+from rollart.types import TrainBatch, TrainReport
+
+
+class StepSummary(Struct, frozen=True):
+    """One finished train_step. `version` is that of the weights it made; `seconds` since the step before it."""
+
+    step: int
+    version: int
+    seconds: float
+    report: TrainReport
+    batch: Batch
+    canary: float
+
+
+class LoopHooks(Protocol):
+    """What the pipeline does with the loop's results."""
+
+    async def step_done(self, summary: StepSummary) -> None:
+        """A train_step has finished."""
+        ...
+
+    async def checkpoint(self, step: int) -> None:
+        """Save: `step` train_steps are done, none is running."""
+        ...
+
+    async def evaluated(self, step: int, result: EvalResult) -> None:
+        """An evaluation of the weights after `step` train_steps."""
+        ...
+
+
+class TrainingLoop:
+    """`canary_tokens`: the prompt whose log-probabilities workers and trainer compare after every update.
+
+    `start_step`: train_steps done before, by the run that is resumed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: RolloutScheduler,
+        proxy: LLMProxy,
+        trainer: TrainHandle,
+        evaluator: Evaluator,
+        supervisor: Supervisor,
+        ledger: Ledger,
+        hooks: LoopHooks,
+        canary_tokens: Sequence[int],
+        start_step: int = 0,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._proxy = proxy
+        self._trainer = trainer
+        self._evaluator = evaluator
+        self._supervisor = supervisor
+        self._ledger = ledger
+        self._hooks = hooks
+        self._canary_tokens = list(canary_tokens)
+        self.step = start_step
+        """train_steps done, which is also the newest published version."""
+        self.canary = 0.0
+        self._training: asyncio.Task[None] | None = None
+        self._evaluation: asyncio.Task[None] | None = None
+        self._saved_step = start_step
+        self._evaluated_step: int | None = None
+        self._stop = asyncio.Event()
+        self._step_began = 0.0
+
+    def request_stop(self) -> None:
+        """Finish the current train_step, save, and return from `run`."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `request_stop` was called."""
+        return self._stop.is_set()
+
+    async def run(self) -> None:
+        """Train `config.steps` steps in all. Raises what ends the run: WorkerDied, WeightsError, RolloutError, TrainError."""
+        await self._supervisor.guard(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._begin()
+            while self.step + (self._training is not None) < self._config.steps and not self.stopping:
+                await self._iterate()
+            await self._finish()
+        finally:
+            await self._end()
+
+    # ----------------------------------------------------------------------------------------------- the iteration
+    async def _iterate(self) -> None:
+        """The six steps. The two branches are the whole difference between overlap and alternation."""
+        batch = await self._get_batch()
+        if batch is None:
+            return
+        if self._config.plan.overlap:
+            await self._settle()
+            if not self.stopping:
+                self._launch(batch)
+        else:
+            self._launch(batch)
+            await self._settle()
+
+    async def _get_batch(self) -> Batch | None:
+        """Step 1; None when the run is asked to stop first."""
+        take = asyncio.ensure_future(self._scheduler.get_batch())
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            take.cancel()
+            stop.cancel()
+            await asyncio.gather(take, stop, return_exceptions=True)
+
+    async def _settle(self) -> None:
+        """Wait for the running train_step; save, update and evaluate as due; let the next iteration begin."""
+        await self._finish_training()
+        if self._due(self._config.log.checkpoint_every):
+            await self._save()
+        if self.stopping:
+            return
+        await self._update()
+        if self._due(self._config.eval.every) and not self._is_last():
+            self._launch_evaluation()
+        if not self._is_last():
+            self._scheduler.begin_iteration()
+
+    def _is_last(self) -> bool:
+        return self.step >= self._config.steps
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step > 0 and self.step % every == 0
+
+    # ---------------------------------------------------------------------------------------------------- training
+    def _launch(self, batch: Batch) -> None:
+        """Step 6, in the background."""
+        self._training = self._spawn(self._train(batch))
+
+    async def _train(self, batch: Batch) -> None:
+        """train_step, then publish its weights and let the workers read them ahead."""
+        step, canary = self.step + 1, self.canary
+        self._ledger.trained(batch, self.step)
+        report = await self._train_step(TrainBatch(step, self.step, batch.groups))
+        self._scheduler.trained(batch)
+        with self._ledger.wait("weights"):
+            await self._trainer.publish(step)
+            await self._proxy.prefetch(step)
+        self.step = step
+        now = asyncio.get_running_loop().time()
+        seconds, self._step_began = now - self._step_began, now
+        await self._hooks.step_done(StepSummary(step, step, seconds, report, batch, canary))
+
+    async def _train_step(self, batch: TrainBatch) -> TrainReport:
+        loop = asyncio.get_running_loop()
+        before, began = await self._proxy.stats(), loop.time()
+        with self._ledger.training():
+            report = await self._trainer.train_step(batch)
+        seconds = loop.time() - began
+        self._ledger.overlapped(seconds, before, await self._proxy.stats())
+        return report
+
+    async def _finish_training(self) -> None:
+        """Wait for the running train_step, if any, and raise its error."""
+        if self._training is not None:
+            await self._training
+            self._training = None
+
+    # ----------------------------------------------------------------------------------------------------- weights
+    async def _update(self) -> None:
+        """Steps 2 to 4, when there is something new."""
+        if self._proxy.version != self.step:
+            await self._finish_evaluation()
+            await self._load_weights()
+
+    async def _load_weights(self) -> None:
+        """Suspend, update, end what is too old, resume; then the canary."""
+        with self._ledger.wait("suspended"):
+            await self._proxy.suspend()
+        with self._ledger.wait("weights"):
+            await self._proxy.update(self.step)
+        self._scheduler.updated(self.step)
+        with self._ledger.wait("suspended"):
+            await self._proxy.resume()
+        with self._ledger.wait("weights"):
+            await self._check_canary()
+
+    async def _check_canary(self) -> None:
+        """Workers and trainer must give the same log-probabilities. Raises WeightsError."""
+        expected = await self._trainer.logprobs(self._canary_tokens)
+        answers = await self._proxy.logprobs(self._canary_tokens)
+        self.canary = canary_difference(expected, answers, self.step, self._config.train.canary_tolerance)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+    def _launch_evaluation(self) -> None:
+        if self._evaluation is None and self._evaluated_step != self.step:
+            self._evaluated_step = self.step
+            self._evaluation = self._spawn(self._evaluate(self.step))
+
+    async def _evaluate(self, step: int) -> None:
+        result = await self._evaluator.run()
+        if result.version != step:
+            raise WeightsError(f"the evaluation of version {step} ran on version {result.version}")
+        await self._hooks.evaluated(step, result)
+
+    async def _finish_evaluation(self) -> None:
+        if self._evaluation is not None:
+            with self._ledger.wait("evaluation"):
+                await self._evaluation
+            self._evaluation = None
+
+    # ------------------------------------------------------------------------------------------- beginning and end
+    async def _begin(self) -> None:
+        """Before step 1: same parameters on both sides, same weights, first evaluation, first admissions."""
+        check_parameters(await self._trainer.parameters(), await self._proxy.parameters())
+        with self._ledger.wait("weights"):
+            await self._trainer.publish(self.step)
+        await self._load_weights()
+        self._step_began = asyncio.get_running_loop().time()
+        self._launch_evaluation()
+        self._scheduler.begin_iteration()
+
+    async def _finish(self) -> None:
+        """The last train_step ends; then a clean stop saves, and a complete run also updates and evaluates."""
+        await self._finish_training()
+        await self._save()
+        if self.stopping and not self._is_last():
+            return
+        await self._update()
+        await self._scheduler.close()
+        await self._finish_evaluation()
+        self._launch_evaluation()
+        await self._finish_evaluation()
+
+    async def _save(self) -> None:
+        if self._saved_step != self.step:
+            self._saved_step = self.step
+            with self._ledger.wait("checkpoint"):
+                await self._hooks.checkpoint(self.step)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work of its own task; its error ends the run at once, whatever the loop is waiting for."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._report)
+        return task
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._supervisor.fail(error)
+
+    async def _end(self) -> None:
+        """On every way out: no task of this run is left."""
+        tasks = [task for task in (self._training, self._evaluation) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._scheduler.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the control plane; pass `scheduler` to `RolloutScheduler.restore`."""
+        return {"step": self.step, "scheduler": self._scheduler.snapshot()}
