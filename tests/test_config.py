@@ -138,6 +138,13 @@ def test_a_file_that_is_not_text_is_a_config_error(tmp_path: Path) -> None:
         load(tmp_path / "c.toml")
 
 
+def outcome(override: str) -> Config | str:
+    try:
+        return parse(BASE, [override])
+    except ConfigError as error:
+        return str(error)
+
+
 TEXT = st.text(max_size=12)
 PLAIN = st.recursive(
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -185,17 +192,10 @@ def test_a_random_key_is_refused_by_its_full_name(section: str, name: str, value
     TEXT,
 )
 def test_any_override_gives_a_config_or_a_config_error_that_names_the_key(section: str, name: str, text: str) -> None:
-    try:
-        config = parse(BASE, [f"{section}{name}={text}"])
-    except ConfigError as error:
-        assert name in str(error)
-    else:
-        assert isinstance(config, Config)
+    result = outcome(f"{section}{name}={text}")
+    assert isinstance(result, Config) or name in result
 
 
 @given(TEXT)
 def test_no_override_text_raises_anything_but_a_config_error(text: str) -> None:
-    try:
-        parse(BASE, [text])
-    except ConfigError as error:
-        assert str(error)
+    assert outcome(text)
