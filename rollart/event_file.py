@@ -8,6 +8,7 @@ that appends all of it or none leaves a file that TensorBoard can read. What thi
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 
@@ -22,9 +23,17 @@ def header(wall_time_s: float) -> bytes:
 def records(wall_time_s: float, step: int, values: Mapping[str, float]) -> bytes:
     """One record that holds `values` at `step`."""
     summary = b"".join(
-        _bytes(1, _bytes(1, name.encode()) + _tag(2, 5) + struct.pack("<f", value)) for name, value in values.items()
+        _bytes(1, _bytes(1, name.encode()) + _tag(2, 5) + _single(value)) for name, value in values.items()
     )
     return _record(_event(wall_time_s) + _tag(2, 0) + _varint(step) + _bytes(5, summary))
+
+
+def _single(value: float) -> bytes:
+    """Single precision; what is larger than it can hold becomes infinite."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(math.inf, value))
 
 
 def _event(wall_time_s: float) -> bytes:
