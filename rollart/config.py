@@ -3,12 +3,11 @@
 Every value is checked before anything heavy is imported. A mistake is one `ConfigError` line that names the key, the
 reason and the nearest valid choice. Derived limits (slots, buffer bound, batch split) are computed here, so that
 `rollart check` and the run itself can never disagree. What this file leaves out: which tasks and options exist
-(`tasks/registry.py`) and which devices (`resource/devices.py`); `pipeline.py` brings the three together.
+(`tasks/registry.py`), which devices (`resource/devices.py`), and how one key's value is judged (`checks.py`).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 import typing
@@ -19,7 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from rollart.errors import ConfigError
+from rollart import toml
+from rollart.checks import check
+from rollart.checks import nearest as nearest
+from rollart.errors import ConfigError, boundary
 from rollart.schedule import SCHEDULES, Schedule
 
 Count = Annotated[int, Meta(ge=1)]
@@ -33,7 +35,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every table in the file."""
 
 
-class TaskConfig(Section, kw_only=True):
+class TaskConfig(Section, frozen=True, kw_only=True):
     """`[tasks.NAME]`: one task of the mixture."""
 
     env: str = ""
@@ -43,7 +45,7 @@ class TaskConfig(Section, kw_only=True):
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment; `rollart tasks` lists them."""
     reward: str = ""
-    """`module:function` that scores a finished trajectory; default: what the task brings, else the sum of step rewards."""
+    """`module:function` that scores a finished trajectory; default: the task's own, else the sum of step rewards."""
     tag: str = ""
     """Task domain for routing; default: NAME."""
     system_prompt: str | None = None
@@ -60,7 +62,7 @@ class TaskConfig(Section, kw_only=True):
     env_retries: Whole = 2
 
 
-class ModelConfig(Section, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """`[model]`: any Hugging Face causal LM."""
 
     name: str = "tiny"
@@ -72,10 +74,10 @@ class ModelConfig(Section, kw_only=True):
     warmup_learning_rate: Positive = 3e-3
 
 
-class RolloutConfig(Section, kw_only=True):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """`[rollout]`: how trajectories are made."""
 
-    groups_per_batch: Count = 16
+    groups_per_batch: Annotated[int, Meta(ge=1, le=1_000_000)] = 16
     group_size: Count = 8
     extra_groups: Whole = 0
     """Groups started beyond the slots that a batch needs (redundancy)."""
@@ -102,7 +104,7 @@ class RolloutConfig(Section, kw_only=True):
     """Environments that one environment worker steps at once."""
 
 
-class TrainConfig(Section, kw_only=True):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """`[train]`: the learner."""
 
     learning_rate: Positive = 1e-3
@@ -131,7 +133,7 @@ class TrainConfig(Section, kw_only=True):
     device: str = "cpu"
 
 
-class EvalConfig(Section, kw_only=True):
+class EvalConfig(Section, frozen=True, kw_only=True):
     """`[eval]`: greedy evaluation on held-out seeds."""
 
     every: Whole = 50
@@ -140,7 +142,7 @@ class EvalConfig(Section, kw_only=True):
     """Episodes per task."""
 
 
-class WeightsConfig(Section, kw_only=True):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     """`[weights]`: the store between trainer and engines."""
 
     store: Literal["file"] = "file"
@@ -149,7 +151,7 @@ class WeightsConfig(Section, kw_only=True):
     """Versions kept."""
 
 
-class LogConfig(Section, kw_only=True):
+class LogConfig(Section, frozen=True, kw_only=True):
     """`[log]`: the run folder."""
 
     folder: str = "runs"
@@ -165,13 +167,13 @@ class LogConfig(Section, kw_only=True):
     checkpoints_kept: Count = 2
 
 
-class Config(Section, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """The whole file. Top-level keys choose; tables tune."""
 
     seed: int = 0
     steps: Count = 100
     schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart"] = "rollart"
-    alpha: NonNegative | None = None
+    alpha: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """Bound on staleness; may be fractional. Default: what the schedule implies, else 1."""
     runtime: Literal["local", "inline"] = "local"
     """`local`: one process per worker. `inline`: everything in one process, for debugging."""
@@ -243,21 +245,22 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
     """As `load`, from text."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     for override in overrides:
-        _apply(data, override)
+        toml.apply(data, override)
     return from_dict(data)
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Validate a parsed file. Raises ConfigError."""
-    _check_keys(Config, data, "")
-    try:
+    check(Config, data)
+    if not data.get("tasks"):
+        raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
+    with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_readable(error)) from error
-    _check_combinations(config)
+    for rule in (_check_tasks, _check_alpha, _check_batch, _check_log):
+        rule(config)
     return config
 
 
@@ -268,96 +271,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The resolved config as TOML that `parse` reads back to an equal config."""
-    data = to_dict(config)
-    tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-    tasks = tables.pop("tasks")
-    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
-    for name, table in [*((f"tasks.{_toml_key(name)}", table) for name, table in tasks.items()), *tables.items()]:
-        lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """`; did you mean 'x'?` or the list of choices, to end an error line with."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(sorted(choices))}"
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not path.strip():
-        raise ConfigError(f"override {override!r}: write it as section.key=value")
-    *parents, leaf = path.strip().split(".")
-    table = data
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a table")
-    try:
-        table[leaf] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        table[leaf] = text
-
-
-def _check_keys(kind: type[Struct], data: Mapping[str, Any], path: str) -> None:
-    hints = typing.get_type_hints(kind)
-    names = list(kind.__struct_fields__)
-    for key, value in data.items():
-        if key not in names:
-            raise ConfigError(f"{path}{key}: unknown key{nearest(key, names)}")
-        inner = hints[key]
-        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, dict):
-            _check_keys(inner, value, f"{path}{key}.")
-        elif key == "tasks" and isinstance(value, dict):
-            for name, task in value.items():
-                if isinstance(task, dict):
-                    _check_keys(TaskConfig, task, f"tasks.{name}.")
-
-
-def _readable(error: msgspec.ValidationError) -> str:
-    reason, _, where = str(error).partition(" - at ")
-    key = where.strip("`").removeprefix("$.").removeprefix("$").replace("[...]", ".*") or "config"
-    if "missing required field `tasks`" in reason:
-        return "tasks: no task; add a table such as [tasks.frozenlake]"
-    return f"{key}: {reason[0].lower()}{reason[1:]}"
-
-
-def _check_combinations(config: Config) -> None:
-    rollout, train = config.rollout, config.train
-    if not config.tasks:
-        raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
-    if not any(task.weight > 0 for task in config.tasks.values()):
-        raise ConfigError("tasks: every weight is 0; give at least one task a weight above 0")
-    implied = config.plan.alpha
-    if implied is not None and config.alpha not in (None, implied):
-        raise ConfigError(
-            f"alpha: schedule {config.schedule!r} implies {implied:g}, not {config.alpha:g}; "
-            "leave alpha out or take schedule 'rollart' or 'areal'"
-        )
-    if config.alpha is not None and not math.isfinite(config.alpha):
-        raise ConfigError("alpha: must be finite")
-    if config.effective_alpha == 0 and config.plan.admission == "continuous":
-        raise ConfigError(
-            f"alpha: schedule {config.schedule!r} overlaps rollout and training, which needs alpha above 0; "
-            "take alpha = 1 or schedule 'sync_plus'"
-        )
-    if rollout.groups_per_batch % train.minibatches:
-        fits = max(n for n in range(1, train.minibatches + 1) if rollout.groups_per_batch % n == 0)
-        raise ConfigError(
-            f"train.minibatches: {train.minibatches} does not divide rollout.groups_per_batch "
-            f"{rollout.groups_per_batch}; nearest that does: {fits}"
-        )
-    if rollout.group_size < 2 and train.advantage in ("grpo", "rloo"):
-        raise ConfigError(
-            f"rollout.group_size: advantage {train.advantage!r} compares members of a group and needs at least 2; "
-            "take group_size = 2 or advantage 'reinforce_pp'"
-        )
-    for name, task in config.tasks.items():
-        if task.max_tokens is not None and task.max_tokens > rollout.max_model_tokens:
-            raise ConfigError(
-                f"tasks.{name}.max_tokens: {task.max_tokens} is more than rollout.max_model_tokens "
-                f"{rollout.max_model_tokens}; lower the first or raise the second"
-            )
+    return toml.write(to_dict(config), nested=("tasks",))
 
 
 def _without_none(value: Any) -> Any:
@@ -366,17 +280,52 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else msgspec.json.encode(key).decode()
+# -------------------------------------------------------------------------------------------- rules that join two keys
+def _check_tasks(config: Config) -> None:
+    if not any(task.weight > 0 for task in config.tasks.values()):
+        raise ConfigError("tasks: every weight is 0; give at least one task a weight above 0")
+    longest = config.rollout.max_model_tokens
+    for name, task in config.tasks.items():
+        if not name:
+            raise ConfigError("tasks: a task has no name; write [tasks.NAME]")
+        if task.max_tokens is not None and task.max_tokens > longest:
+            raise ConfigError(
+                f"tasks.{toml.key(name)}.max_tokens: {task.max_tokens} is more than rollout.max_model_tokens "
+                f"{longest}; lower the first or raise the second"
+            )
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        return msgspec.json.encode(value).decode()
-    return repr(value)
+def _check_alpha(config: Config) -> None:
+    implied = config.plan.alpha
+    if implied is not None and config.alpha is not None and config.alpha != implied:
+        raise ConfigError(
+            f"alpha: schedule {config.schedule!r} implies {implied:g}, not {config.alpha:g}; "
+            "leave alpha out or take schedule 'rollart' or 'areal'"
+        )
+    if config.effective_alpha == 0 and config.plan.admission == "continuous":
+        raise ConfigError(
+            f"alpha: schedule {config.schedule!r} overlaps rollout and training, which needs alpha above 0; "
+            "take alpha = 1 or schedule 'sync_plus'"
+        )
+
+
+def _check_batch(config: Config) -> None:
+    rollout, train = config.rollout, config.train
+    groups = rollout.groups_per_batch
+    if groups % train.minibatches:
+        near = min((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - train.minibatches))
+        raise ConfigError(
+            f"train.minibatches: {train.minibatches} does not divide rollout.groups_per_batch {groups}; "
+            f"nearest that does: {near}"
+        )
+    if rollout.group_size < 2 and train.advantage in ("grpo", "rloo"):
+        raise ConfigError(
+            f"rollout.group_size: advantage {train.advantage!r} compares members of a group and needs at least 2; "
+            "take group_size = 2 or advantage 'reinforce_pp'"
+        )
+
+
+def _check_log(config: Config) -> None:
+    name = config.log.name
+    if name in (".", "..", "latest") or any(char in "/\\" or not char.isprintable() for char in name):
+        raise ConfigError(f"log.name: {name!r} cannot name a folder; take letters, digits, '-' and '_'")

@@ -1,0 +1,201 @@
+"""The configuration: what it accepts, what it derives, and that every mistake is one line with a way out."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rollart import toml
+from rollart.config import Config, LogConfig, TaskConfig, TrainConfig, from_dict, limits, load, parse, to_toml
+from rollart.errors import ConfigError
+
+BASE = "[tasks.frozenlake]\n"
+
+
+def complaint(*overrides: str, text: str = BASE) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "schedule=rolart",
+            "schedule: 'rolart' is not a choice; did you mean 'rollart'? "
+            "choose from areal, one_off, rollart, sync, sync_plus",
+        ),
+        (
+            "train.loss=zzzz",
+            "train.loss: 'zzzz' is not a choice; choose from cispo, gspo, ppo, reinforce",
+        ),
+        (
+            "schedule=3",
+            "schedule: 3 is not a choice; choose from areal, one_off, rollart, sync, sync_plus",
+        ),
+        ("steps=many", "steps: expected a whole number of at least 1 such as 100, got 'many'"),
+        ("steps=true", "steps: expected a whole number of at least 1 such as 100, got true"),
+        ("steps=1.5", "steps: expected a whole number of at least 1 such as 100, got 1.5"),
+        ("steps=0", "steps: 0 is out of range; expected a whole number of at least 1"),
+        ("train.learning_rate=0", "train.learning_rate: 0 is out of range; expected a number above 0"),
+        ("train.learning_rate=true", "train.learning_rate: expected a number above 0 such as 0.001, got true"),
+        ("train.beta1=1.0", "train.beta1: 1.0 is out of range; expected a number of at least 0 and below 1"),
+        ("rollout.top_p=1.5", "rollout.top_p: 1.5 is out of range; expected a number above 0 and of at most 1"),
+        ("train.learning_rate=inf", "train.learning_rate: must be finite, not inf"),
+        ("train.kl_coef=nan", "train.kl_coef: must be finite, not nan"),
+        ("alpha=5000", "alpha: 5000 is out of range; expected a number of at least 0 and of at most 1000"),
+        ("log.name=42", 'log.name: expected text in quotes such as "42", got 42'),
+        ("log.name=[1]", 'log.name: expected text in quotes such as "cpu", got a list'),
+        ("log.tensorboard=yes", "log.tensorboard: expected true or false, got 'yes'"),
+        ("tasks.frozenlake.stop=x", 'tasks.frozenlake.stop: expected a list such as ["a", "b"], got \'x\''),
+        ("tasks.frozenlake.options=8", "tasks.frozenlake.options: expected a table such as { size = 4 }, got 8"),
+        ("tasks.frozenlake=8", "tasks.frozenlake: expected a table, written as [tasks.frozenlake], got 8"),
+        ("tasks.frozenlake.wieght=2", "tasks.frozenlake.wieght: unknown key; did you mean 'weight'?"),
+        ("train=fast", "train: expected a table, written as [train], got 'fast'"),
+        ("trian.loss=ppo", "trian: unknown table; did you mean 'train'?"),
+        ("learning_rate=0.1", "learning_rate: unknown key; did you mean 'train.learning_rate'?"),
+        ("rollout.minibatches=2", "rollout.minibatches: unknown key; did you mean 'train.minibatches'?"),
+        ("seed=99999999999999999999", "seed: 99999999999999999999 does not fit into 64 bits"),
+        ("tasks.frozenlake.options.since=1979-05-27", "options.since: date is not supported; write it as text"),
+        ("tasks.frozenlake.options.deep={a=[nan]}", "tasks.frozenlake.options.deep.a: must be finite, not nan"),
+        ("log.name=a/b", "log.name: 'a/b' cannot name a folder; take letters, digits, '-' and '_'"),
+        ("log.name=\udcff", "is not UTF-8 text"),
+        ("steps", "override 'steps': write it as section.key=value, for example train.learning_rate=3e-4"),
+        ("=3", "override '=3': write it as section.key=value"),
+        ("a..b=3", "override 'a..b=3': write it as section.key=value"),
+        ("seed.x=3", "seed: expected a whole number"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(override: str, line: str) -> None:
+    assert line in complaint(override)
+
+
+def test_an_override_below_a_value_says_so() -> None:
+    assert complaint("steps.x=3", text="steps = 3\n" + BASE) == "override 'steps.x=3': 'steps' is a value, not a table"
+
+
+def test_whole_numbers_do_for_numbers_and_overrides_are_toml() -> None:
+    config = parse(
+        BASE, ["train.learning_rate=1", "rollout.device=cuda:1", "log.tensorboard=false", "tasks.frozenlake.stop=['a']"]
+    )
+    assert config.train.learning_rate == 1.0
+    assert config.rollout.device == "cuda:1"
+    assert config.log.tensorboard is False
+    assert config.tasks["frozenlake"].stop == ["a"]
+
+
+def test_an_override_may_quote_names_and_add_tasks() -> None:
+    config = parse(BASE, ['tasks."my.module:Env".weight=2', "tasks.frozenlake.options.size=8"])
+    assert config.tasks["my.module:Env"].weight == 2
+    assert config.tasks["frozenlake"].options == {"size": 8}
+
+
+@pytest.mark.parametrize("text", ["", "[tasks]\n", "tasks = {}\n"])
+def test_a_config_without_tasks_says_how_to_add_one(text: str) -> None:
+    assert complaint(text=text) == "tasks: no task; add a table such as [tasks.frozenlake]"
+
+
+@pytest.mark.parametrize("text", ["steps = ", "a = 1\na = 2\n", "x = " + "[" * 5000])
+def test_text_that_is_not_toml_is_a_config_error(text: str) -> None:
+    assert "not valid TOML" in complaint(text=text)
+
+
+def test_combinations_that_cannot_work_say_what_would() -> None:
+    assert "leave alpha out" in complaint("schedule=sync", "alpha=2")
+    assert "alpha = 1 or schedule 'sync_plus'" in complaint("alpha=0")
+    assert complaint("train.minibatches=3").endswith("nearest that does: 2")
+    assert complaint("train.minibatches=15").endswith("nearest that does: 16")
+    assert complaint("train.minibatches=40").endswith("nearest that does: 16")
+    assert "'reinforce_pp'" in complaint("rollout.group_size=1")
+    assert "lower the first or raise the second" in complaint("tasks.frozenlake.max_tokens=2000")
+    assert "every weight is 0" in complaint("tasks.frozenlake.weight=0")
+
+
+def test_a_fractional_alpha_rounds_the_slots_up() -> None:
+    derived = limits(parse(BASE, ["alpha=0.5", "rollout.groups_per_batch=5", "rollout.extra_groups=2"]))
+    assert derived.slots == 8 + 2
+    assert derived.trajectories_in_flight == 10 * 8
+    assert derived.trajectories_per_batch == 40
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_file_that_cannot_be_read_is_a_config_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file|directory"):
+        load(tmp_path / name)
+
+
+def test_a_file_that_is_not_text_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "c.toml")
+
+
+def outcome(override: str) -> Config | str:
+    try:
+        return parse(BASE, [override])
+    except ConfigError as error:
+        return str(error)
+
+
+TEXT = st.text(max_size=12)
+PLAIN = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+TASK = st.builds(
+    TaskConfig,
+    env=TEXT,
+    weight=st.floats(0.001, 1e6),
+    options=st.dictionaries(TEXT, PLAIN, max_size=4),
+    system_prompt=st.none() | TEXT,
+    stop=st.lists(TEXT, max_size=3),
+    max_turns=st.none() | st.integers(1, 1000),
+)
+CONFIG = st.builds(
+    Config,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    alpha=st.none() | st.floats(0.001, 1000),
+    tasks=st.dictionaries(st.text(min_size=1, max_size=12), TASK, min_size=1, max_size=3),
+)
+
+
+@given(CONFIG)
+def test_a_written_config_reads_back_equal(config: Config) -> None:
+    assert parse(to_toml(config)) == config
+
+
+SECTIONS = {"": Config, "train": TrainConfig, "log": LogConfig, "tasks.frozenlake": TaskConfig}
+
+
+@given(st.sampled_from(sorted(SECTIONS)), TEXT, PLAIN)
+def test_a_random_key_is_refused_by_its_full_name(section: str, name: str, value: object) -> None:
+    assume(name not in SECTIONS[section].__struct_fields__)
+    data: dict[str, Any] = {"tasks": {"frozenlake": {}}, "train": {}, "log": {}}
+    functools.reduce(operator.getitem, section.split(".") if section else [], data)[name] = value
+    with pytest.raises(ConfigError) as caught:
+        from_dict(data)
+    assert str(caught.value).startswith(f"{section}.{toml.key(name)}: unknown ".removeprefix("."))
+
+
+@given(
+    st.sampled_from(["", "train.", "rollout.", "tasks.frozenlake.", "log."]),
+    st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1, max_size=10),
+    TEXT,
+)
+def test_any_override_gives_a_config_or_a_config_error_that_names_the_key(section: str, name: str, text: str) -> None:
+    result = outcome(f"{section}{name}={text}")
+    assert isinstance(result, Config) or name in result
+
+
+@given(TEXT)
+def test_no_override_text_raises_anything_but_a_config_error(text: str) -> None:
+    assert outcome(text)
