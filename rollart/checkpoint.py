@@ -32,7 +32,7 @@ class ControlState(Struct):
     step: int
     version: int
     scheduler: dict[str, Any]
-    extras: dict[str, Any] = {}
+    totals: dict[str, Any]
     format: int = FORMAT
 
 

@@ -40,13 +40,14 @@ def training(
     import msgspec
 
     from rollart.config import TrainConfig
-    from rollart.data.trainers import load_trainer
+    from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
     from rollart.data.weights import FileWeightStore
 
-    settings = msgspec.convert(options, TrainConfig)
-    build = load_trainer(trainer)
-    return TrainWorker(build(model_folder, settings, temperature, seed), FileWeightStore(**weights))
+    made = trainer_factory(trainer)(
+        model_folder=model_folder, options=msgspec.convert(options, TrainConfig), temperature=temperature, seed=seed
+    )
+    return TrainWorker(made, FileWeightStore(**weights))
 
 
 def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:

@@ -1,0 +1,326 @@
+"""What a run leaves behind and shows: the training loop's hooks, written to the run folder and the console.
+
+Invariant: a result is on disk before the next one is made; nothing here can end a run except a fault of its own code.
+What this file leaves out: how files and the screen are written (`run_folder.py`, `console.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec import Struct, field
+
+from rollart.checkpoint import Checkpoints, ControlState
+from rollart.config import Config, limits
+from rollart.console import View
+from rollart.control.evaluator import EvalResult, TaskResult
+from rollart.control.ledger import Ledger
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.training_loop import StepSummary
+from rollart.errors import RunFolderError
+from rollart.metrics import Metrics, Status, TaskStatus
+from rollart.run_folder import RunFolder
+from rollart.types import EngineStats, Trajectory
+from rollart.usage import Usage
+
+REFRESH_S = 0.5
+WINDOW_S = 20.0
+
+
+class Totals(Struct):
+    """Counts of the whole run, kept across resumes."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    trajectories: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    canary_max: float = 0.0
+    peak_rss_bytes: int = 0
+    first: dict[str, TaskResult] = field(default_factory=dict)
+    last: dict[str, TaskResult] = field(default_factory=dict)
+
+
+class Sample(Struct, frozen=True):
+    """Counters at one moment; the live view shows differences of two."""
+
+    at: float
+    generated: int
+    trajectories: int
+    busy_s: float
+    train_s: float
+    waits_s: dict[str, float]
+    stages: dict[str, float]
+
+
+class Observer:
+    """Implements `LoopHooks`, and refreshes the live view until it is cancelled."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        view: View,
+        checkpoints: Checkpoints,
+        scheduler: RolloutScheduler,
+        proxy: LLMProxy,
+        ledger: Ledger,
+        metrics: Metrics,
+        usage: Usage,
+        save_trainer: Callable[[str], Awaitable[None]],
+        totals: Totals,
+        step: int,
+        began: float,
+    ) -> None:
+        self._config, self._folder, self._view = config, folder, view
+        self._checkpoints, self._save_trainer = checkpoints, save_trainer
+        self._scheduler, self._proxy, self._ledger = scheduler, proxy, ledger
+        self._metrics, self._usage, self.totals = metrics, usage, totals
+        self._earlier = (totals.wall_s, totals.cpu_s)
+        self._began = began
+        self._step = self._first_step = step
+        self._loop_began = time.monotonic()
+        self._loss: float | None = None
+        self._phase = "evaluation"
+        self._tasks: dict[str, TaskStatus] = {name: TaskStatus() for name in config.tasks}
+        self._samples: deque[Sample] = deque()
+        self._stages: dict[str, float] = {}
+
+    # -------------------------------------------------------------------------------------------------------- hooks
+    async def step_done(self, summary: StepSummary) -> None:
+        """Metrics and, now and then, some trajectories."""
+        report, batch = summary.report, summary.batch
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        self._step, self._loss, self._phase = summary.step, report.loss, "training"
+        self.totals.trajectories += len(trajectories)
+        self.totals.tokens += report.trained_tokens
+        self.totals.skipped_steps += report.skipped
+        self.totals.canary_max = max(self.totals.canary_max, summary.canary)
+        if report.skipped:
+            self._view.warn(f"step {summary.step} was skipped: loss or gradient is not finite")
+        values = {**self._metrics.flush(), **self._step_values(summary)}
+        self._folder.write_metrics(summary.step, values)
+        self._update_tasks(values)
+        every = self._config.log.trajectories_every
+        if every and summary.step % every == 0:
+            self._folder.write_trajectories(summary.step, self._some(trajectories))
+        self._show()
+
+    async def checkpoint(self, step: int) -> None:
+        """Save; a checkpoint that cannot be written is a warning, the older ones stay."""
+        self._phase = "saving"
+        self._clock()
+        state = ControlState(
+            step=step,
+            version=step,
+            scheduler=self._scheduler.snapshot(),
+            totals=_plain(self.totals),
+        )
+        try:
+            await self._checkpoints.write(state, self._save_trainer)
+        except RunFolderError as error:
+            self._view.warn(str(error))
+            self._folder.log(f"warning: {error}")
+            self._folder.problems.append(str(error))
+        self._phase = "training"
+
+    async def evaluated(self, step: int, result: EvalResult) -> None:
+        """Held-out success, per task."""
+        values: dict[str, float] = {}
+        for name, task in result.tasks.items():
+            self.totals.first.setdefault(name, task)
+            self.totals.last[name] = task
+            values |= {f"eval/{name}/{key}": getattr(task, key) for key in ("success", "reward", "turns", "tokens")}
+            if task.failed:
+                self._view.warn(f"evaluation: {task.failed} of {task.episodes} episodes of task {name!r} failed")
+        self._folder.write_metrics(step, values)
+        self._folder.write_trajectories(step, self._some(result.trajectories), label="eval")
+        line = ", ".join(f"{name} success {task.success:.2f} reward {task.reward:.3f}" for name, task in result.tasks.items())
+        self._folder.log(f"evaluation after step {step}: {line}")
+        self._view.say(f"evaluation after step {step}: {line}")
+        self._update_tasks({})
+
+    # ------------------------------------------------------------------------------------------------------ showing
+    async def watch(self) -> None:
+        """Refresh the view and the usage figures until cancelled."""
+        while True:
+            self._usage.sample()
+            self._take_sample(await self._proxy.stats())
+            self._show()
+            await asyncio.sleep(REFRESH_S)
+
+    def _show(self) -> None:
+        live = self._scheduler.live()
+        derived = limits(self._config)
+        first, last = (self._samples[0], self._samples[-1]) if self._samples else (None, None)
+        self._view.update(
+            Status(
+                step=self._step,
+                steps=self._config.steps,
+                phase=self._phase,
+                folder=str(self._folder.path),
+                schedule=self._config.schedule,
+                alpha=derived.alpha,
+                version=self._proxy.version,
+                elapsed_s=time.monotonic() - self._began,
+                eta_s=self._eta_s(),
+                tasks=self._tasks,
+                loss=self._loss,
+                running={stage: count for stage, count in self._ledger.clock.counts.items() if count},
+                ready_groups=live["ready_groups"],
+                groups_per_batch=self._config.rollout.groups_per_batch,
+                free_slots=live["free_slots"],
+                slots=derived.slots,
+                ages=dict(self._ledger.ages),
+                aborted=dict(self._ledger.aborted),
+                **(_window(first, last) if first and last and last.at > first.at else {}),
+            )
+        )
+
+    def _eta_s(self) -> float | None:
+        done = self._step - self._first_step
+        if done < 1:
+            return None
+        return (time.monotonic() - self._loop_began) / done * (self._config.steps - self._step)
+
+    def _take_sample(self, stats: dict[str, EngineStats]) -> None:
+        now = time.monotonic()
+        account = self._ledger.snapshot()
+        if self._samples:
+            passed_s = now - self._samples[-1].at
+            counts = self._ledger.clock.counts if self._ledger.clock.num_running else {"training": 1}
+            for stage, count in counts.items():
+                self._stages[stage] = self._stages.get(stage, 0.0) + count * passed_s
+        self._samples.append(
+            Sample(
+                at=now,
+                generated=sum(each.generated_tokens for each in stats.values()),
+                trajectories=int(sum(task.trajectories for task in self._tasks.values())),
+                busy_s=sum(each.busy_s for each in stats.values()) / max(1, len(stats)),
+                train_s=account["train_s"],
+                waits_s=account["waits_s"],
+                stages=dict(self._stages),
+            )
+        )
+        while self._samples[-1].at - self._samples[0].at > WINDOW_S:
+            self._samples.popleft()
+
+    def _update_tasks(self, values: dict[str, float]) -> None:
+        for name, task in self._tasks.items():
+            first, last = self.totals.first.get(name), self.totals.last.get(name)
+            self._tasks[name] = TaskStatus(
+                reward=values.get(f"reward/{name}", task.reward),
+                success=values.get(f"success/{name}", task.success),
+                trajectories=task.trajectories + int(values.get(f"trajectories/{name}", 0)),
+                eval_first=first.success if first else None,
+                eval_last=last.success if last else None,
+            )
+
+    # ----------------------------------------------------------------------------------------------------- figures
+    def _step_values(self, summary: StepSummary) -> dict[str, float]:
+        report, account = summary.report, self._ledger.snapshot()
+        ages = [summary.batch.version - (each.start_version or 0) for group in summary.batch.groups for each in group.trajectories]
+        return {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/learning_rate": report.learning_rate,
+            "train/tokens": report.trained_tokens,
+            "train/seconds": report.seconds,
+            "train/skipped": float(report.skipped),
+            **{f"train/{key}": value for key, value in report.metrics.items()},
+            "canary": summary.canary,
+            "version": summary.version,
+            "step_seconds": summary.seconds,
+            "age/mean": sum(ages) / max(1, len(ages)),
+            "age/max": float(max(ages, default=0)),
+            "overlap": account["overlap"],
+            **{f"wait/{cause}": seconds for cause, seconds in account["waits_s"].items()},
+        }
+
+    def _some(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        wanted = self._config.log.trajectories
+        return [
+            each
+            for name in self._config.tasks
+            for each in [trajectory for trajectory in trajectories if trajectory.task == name][:wanted]
+        ]
+
+    def _clock(self) -> None:
+        self._usage.sample()
+        wall_s, cpu_s = self._earlier
+        self.totals.wall_s = wall_s + time.monotonic() - self._began
+        self.totals.cpu_s = cpu_s + self._usage.cpu_s
+        self.totals.peak_rss_bytes = max(self.totals.peak_rss_bytes, self._usage.peak_rss_bytes)
+
+    def summary(self, outcome: str) -> dict[str, Any]:
+        """What `summary.json` holds; `outcome`: completed, stopped, or the error that ended the run."""
+        self._clock()
+        totals, account = self.totals, self._ledger.snapshot()
+        return {
+            "outcome": outcome,
+            "tasks": {name: _first_and_last(totals, name) for name in self._config.tasks},
+            "steps": self._step,
+            "trajectories": totals.trajectories,
+            "tokens": totals.tokens,
+            "wall_s": totals.wall_s,
+            "cpu_s": totals.cpu_s,
+            "train_loop_s": time.monotonic() - self._loop_began,
+            "peak_rss_bytes": totals.peak_rss_bytes,
+            "alpha": self._config.effective_alpha,
+            "schedule": self._config.schedule,
+            "seed": self._config.seed,
+            "skipped_steps": totals.skipped_steps,
+            "canary_max": totals.canary_max,
+            "groups": _plain(self._scheduler.book.counts),
+            **account,
+        }
+
+
+def _first_and_last(totals: Totals, name: str) -> dict[str, float]:
+    first, last = totals.first.get(name), totals.last.get(name)
+    if first is None or last is None:
+        return {}
+    return {
+        "success_first": first.success,
+        "success_last": last.success,
+        "reward_first": first.reward,
+        "reward_last": last.reward,
+        "turns_last": last.turns,
+        "tokens_last": last.tokens,
+        "episodes": last.episodes,
+    }
+
+
+def _window(first: Sample, last: Sample) -> dict[str, Any]:
+    """The last seconds as rates and shares. Idle engine time goes to where trajectories were meanwhile."""
+    seconds = last.at - first.at
+    waits = _difference(first.waits_s, last.waits_s)
+    stages = _difference(first.stages, last.stages)
+    idle_s = max(0.0, seconds - (last.busy_s - first.busy_s))
+    elsewhere = {stage: part for stage, part in stages.items() if stage != "generate" and part > 0}
+    total = sum(elsewhere.values())
+    stages.pop("training", None)
+    return {
+        "tokens_per_s": (last.generated - first.generated) / seconds,
+        "trajectories_per_s": (last.trajectories - first.trajectories) / seconds,
+        "stages": stages,
+        "train_s": last.train_s - first.train_s,
+        "trainer_waits": {cause: waited for cause, waited in waits.items() if cause != "training" and waited > 0},
+        "engine_waits": {stage: idle_s * part / total for stage, part in elsewhere.items()},
+        "window_s": seconds,
+    }
+
+
+def _difference(first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
+    return {key: value - first.get(key, 0.0) for key, value in last.items()}
+
+
+def _plain(value: Struct) -> dict[str, Any]:
+    import msgspec
+
+    return msgspec.to_builtins(value)  # type: ignore[no-any-return]

@@ -1,0 +1,363 @@
+"""The composition root: one config in, one trained run out.
+
+This is the only place that knows control, data and files together. It starts the workers, hands control its handles,
+runs the training loop, and makes sure that on every way out nothing is left running and what was earned is on disk.
+What this file leaves out: decisions (control), work (data), and what is written or shown (`observer.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollart.checkpoint import Checkpoints, ControlState
+from rollart.config import Config
+from rollart.console import View, open_view
+from rollart.control.background import Background
+from rollart.control.env_manager import Services
+from rollart.control.evaluator import EvalResult, Evaluator
+from rollart.control.ledger import Ledger
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.supervisor import Supervisor
+from rollart.control.task_source import TaskSource
+from rollart.control.training_loop import TrainingLoop
+from rollart.data.environment import RemoteEnvironment
+from rollart.data.inference import RemoteInference
+from rollart.data.reward import RemoteReward
+from rollart.data.runtime import open_runtime
+from rollart.data.training import RemoteTrainer
+from rollart.data.weights_folder import default_folder
+from rollart.errors import ConfigError, RollartError, boundary
+from rollart.metrics import Metrics
+from rollart.observer import Observer, Totals
+from rollart.protocols import Runtime, WorkerHandle
+from rollart.run_folder import RunFolder, resolved_config
+from rollart.tasks import registry, warmup
+from rollart.tasks.chat import ChatRenderer
+from rollart.types import Sampling, TaskSpec
+from rollart.usage import Usage
+
+ROLES = "rollart.data.roles"
+CANARY_TEXT = "The canary sings 0 1 2 3 4 5 6 7 8 9, up and down, left and right, from the start to the goal."
+WARMUP_BATCH_TOKENS = 4096
+
+
+def train(config: Config, resume: Path | None = None) -> int:
+    """Train to the end, or until Ctrl-C; the exit code. Raises RollartError."""
+    began = time.monotonic()
+    with contextlib.closing(open_view()) as view:
+        if resume is None:
+            with RunFolder.create(config, sys.argv, warn=view.warn) as folder:
+                return asyncio.run(_Run(config, folder, view, None, began).to_the_end())
+        state = _resumable(config, resume)
+        with RunFolder.open(resume, warn=view.warn) as folder:
+            folder.rewind(state.step)
+            return asyncio.run(_Run(config, folder, view, state, began).to_the_end())
+
+
+def _resumable(config: Config, run: Path) -> ControlState:
+    state = Checkpoints(run / "checkpoints", config.log.checkpoints_kept).read()
+    if state.step >= config.steps:
+        raise ConfigError(
+            f"steps: {run} has done {state.step} of {config.steps} steps; ask for more, such as "
+            f"steps={state.step + config.steps}"
+        )
+    return state
+
+
+def evaluate(run: Path, episodes: int | None = None, checkpoint: int | None = None) -> int:
+    """Evaluate a checkpoint of a run on held-out seeds, greedy, and print a line per task. Raises RollartError."""
+    config = resolved_config(run)
+    checkpoints = Checkpoints(run / "checkpoints", config.log.checkpoints_kept)
+    state = checkpoints.read(checkpoint)
+    result = asyncio.run(_evaluate(config, run, state, checkpoints.trainer_folder(state.step), episodes))
+    print(f"checkpoint of step {state.step}, greedy, held-out seeds")  # noqa: T201
+    for name, task in result.tasks.items():
+        print(  # noqa: T201
+            f"{name}: success {task.success:.3f}  reward {task.reward:.3f}  turns {task.turns:.1f}  "
+            f"tokens {task.tokens:.1f}  episodes {task.episodes}  failed {task.failed}"
+        )
+    return 0
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a run, started on a runtime."""
+
+    handles: list[WorkerHandle]
+    inference: list[RemoteInference]
+    environment: RemoteEnvironment
+    reward: RemoteReward | None
+    trainer: RemoteTrainer | None
+
+
+async def start_workers(
+    runtime: Runtime, config: Config, specs: dict[str, TaskSpec], model: Path, weights: dict[str, Any], train: bool
+) -> Workers:
+    """Start one process per role, all at once. Raises what any of them raised."""
+    rollout = config.rollout
+    tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
+    engine_options = {
+        "slots": rollout.engine_slots,
+        "max_model_tokens": rollout.max_model_tokens,
+        "device": rollout.device,
+        "seed": config.seed,
+    }
+    wanted: list[tuple[str, str, dict[str, Any]]] = [
+        (
+            "inference-0",
+            "inference",
+            {"model_folder": str(model), "engine": config.engine, "engine_options": engine_options, "weights": weights},
+        ),
+        *(
+            (f"environment-{number}", "environment", {"tasks": tasks, "num_threads": rollout.env_threads})
+            for number in range(rollout.env_workers)
+        ),
+    ]
+    if any(spec.has_reward for spec in specs.values()):
+        wanted.append(("reward-0", "reward", {"tasks": tasks, "num_threads": rollout.env_threads}))
+    if train:
+        options = {
+            "model_folder": str(model),
+            "trainer": config.trainer,
+            "options": msgspec.to_builtins(config.train),
+            "temperature": rollout.temperature,
+            "seed": config.seed,
+            "weights": weights,
+        }
+        wanted.append(("training-0", "training", options))
+    starting = [
+        asyncio.ensure_future(runtime.spawn(name, f"{ROLES}:{role}", kwargs)) for name, role, kwargs in wanted
+    ]
+    try:
+        handles = await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        raise
+    by_role: dict[str, list[WorkerHandle]] = {}
+    for (_, role, _), handle in zip(wanted, handles, strict=True):
+        by_role.setdefault(role, []).append(handle)
+    return Workers(
+        handles=handles,
+        inference=[RemoteInference(each) for each in by_role["inference"]],
+        environment=RemoteEnvironment(by_role["environment"]),
+        reward=RemoteReward(by_role["reward"][0]) if "reward" in by_role else None,
+        trainer=RemoteTrainer(by_role["training"][0]) if train else None,
+    )
+
+
+async def model_folder(name: str) -> Path:
+    """The folder of a model, found or made in a process of its own, so that this one never loads torch."""
+    if name != "tiny" and Path(name).expanduser().is_dir():
+        from rollart.data.model import resolve
+
+        return resolve(name)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollart.data.model", name),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"model.name: {name!r} cannot be loaded")
+    return Path(out.decode().strip().splitlines()[-1])
+
+
+class _Run:
+    """One call of `train`."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, view: View, state: ControlState | None, began: float
+    ) -> None:
+        self._config, self._folder, self._view, self._state = config, folder, view, state
+        self._began = began
+        self._usage = Usage()
+        self._checkpoints = Checkpoints(folder.path / "checkpoints", config.log.checkpoints_kept)
+        self._loop: TrainingLoop | None = None
+        self._observer: Observer | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._interrupts = 0
+
+    async def to_the_end(self) -> int:
+        """Run; write the summary on every way out."""
+        self._main = asyncio.ensure_future(self._work())
+        outcome = "completed"
+        with _signals(self._interrupt):
+            try:
+                await self._main
+                if self._loop is not None and self._loop.stopping:
+                    outcome = "stopped"
+            except asyncio.CancelledError:
+                outcome = "interrupted"
+            except RollartError as error:
+                outcome = f"{type(error).__name__}: {error}"
+                self._folder.log(f"error: {outcome}")
+                raise
+            finally:
+                if self._observer is not None:
+                    self._folder.write_summary(self._observer.summary(outcome))
+        self._folder.log(outcome)
+        self._say_end(outcome)
+        return 0 if outcome == "completed" else 130
+
+    def _interrupt(self) -> None:
+        """The first Ctrl-C finishes the step and saves; the second one ends at once."""
+        self._interrupts += 1
+        if self._interrupts == 1 and self._loop is not None:
+            self._view.say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
+            self._loop.request_stop()
+        elif self._main is not None:
+            self._main.cancel()
+
+    def _say_end(self, outcome: str) -> None:
+        path = self._folder.path
+        if outcome == "completed":
+            self._view.say(f"done: {path}/summary.json")
+        elif self._checkpoints.steps():
+            self._view.say(f"{outcome}; go on with: rollart train --resume {path}")
+        else:
+            self._view.say(f"{outcome} before the first checkpoint")
+
+    async def _work(self) -> None:
+        config, state = self._config, self._state
+        specs = registry.specs(config)
+        self._view.say(f"run folder {self._folder.path}")
+        model = await model_folder(config.model.name) if state is None else self._checkpoints.trainer_folder(state.step)
+        model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        settings = config.weights
+        with default_folder(self._folder.path.name, self._folder.path / "weights", model_bytes, settings.keep) as place:
+            weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
+            async with _runtime(config, self._folder.path / "logs") as runtime:
+                self._view.say("starting workers")
+                workers = await start_workers(runtime, config, specs, model, weights, train=True)
+                await self._prepare(workers, specs, model)
+                await self._train(workers, specs, model)
+
+    async def _prepare(self, workers: Workers, specs: dict[str, TaskSpec], model: Path) -> None:
+        """Load the trainer's state, or warm a new model up."""
+        assert workers.trainer is not None
+        if self._state is not None:
+            self._view.say(f"resuming after step {self._state.step}")
+            await workers.trainer.load(str(self._checkpoints.trainer_folder(self._state.step)))
+            return
+        settings = self._config.model
+        if not settings.warmup_steps:
+            return
+        self._view.say(f"warm-up: {settings.warmup_steps} supervised steps on random, well-formed actions")
+        sequences = await asyncio.to_thread(self._warmup_sequences, specs, model)
+        first, last = await workers.trainer.warmup(
+            sequences, settings.warmup_steps, settings.warmup_learning_rate, WARMUP_BATCH_TOKENS
+        )
+        self._view.say(f"warm-up: loss {first:.3f} -> {last:.3f}, {time.monotonic() - self._began:.0f} s since start")
+
+    def _warmup_sequences(self, specs: dict[str, TaskSpec], model: Path) -> list[tuple[list[int], list[float]]]:
+        tasks = {name: (spec, registry.factory(self._config.tasks[name], name)) for name, spec in specs.items()}
+        for name in warmup.left_out(tasks):
+            self._view.warn(f"task {name!r} has no sample_action: the warm-up leaves it out")
+        played = warmup.episodes(tasks, ChatRenderer(model), self._config.model.warmup_episodes, self._config.seed)
+        return [(sequence.tokens, sequence.weights) for sequence in played]
+
+    async def _train(self, workers: Workers, specs: dict[str, TaskSpec], model: Path) -> None:
+        assert workers.trainer is not None
+        config, state = self._config, self._state
+        ledger, background = Ledger(), Background()
+        supervisor = Supervisor(workers.handles)
+        metrics = Metrics({name: spec.success_reward for name, spec in specs.items()})
+        renderer = ChatRenderer(model)
+        step = state.step if state is not None else 0
+        proxy = LLMProxy(workers.inference, background=background, fatal=supervisor.fail, version=step)
+        services = _services(config, workers, proxy, renderer, background, ledger)
+        source = TaskSource(config.seed, specs)
+        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
+        totals = Totals()
+        if state is not None:
+            scheduler.restore(state.scheduler)
+            totals = msgspec.convert(state.totals, Totals)
+        self._observer = observer = Observer(
+            config,
+            self._folder,
+            self._view,
+            self._checkpoints,
+            scheduler,
+            proxy,
+            ledger,
+            metrics,
+            self._usage,
+            workers.trainer.save,
+            totals,
+            step,
+            self._began,
+        )
+        evaluator = Evaluator(services, specs, source, config.eval.episodes, config.rollout.engine_slots)
+        canary = renderer.first("", CANARY_TEXT)[: config.rollout.max_model_tokens]
+        self._loop = TrainingLoop(
+            config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
+        )
+        watching = asyncio.ensure_future(observer.watch())
+        try:
+            await self._loop.run()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
+    specs = registry.specs(config)
+    weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
+    async with _runtime(config, run / "logs") as runtime:
+        workers = await start_workers(runtime, config, specs, model, weights, train=False)
+        background, ledger = Background(), Ledger()
+        proxy = LLMProxy(workers.inference, background=background, version=state.version)
+        services = _services(config, workers, proxy, ChatRenderer(model), background, ledger)
+        source = TaskSource(config.seed, specs)
+        evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
+        return await Supervisor(workers.handles).guard(evaluator.run())
+
+
+def _services(
+    config: Config, workers: Workers, proxy: LLMProxy, renderer: ChatRenderer, background: Background, ledger: Ledger
+) -> Services:
+    rollout = config.rollout
+    return Services(
+        env=workers.environment,
+        proxy=proxy,
+        renderer=renderer,
+        sampling=Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
+        background=background,
+        clock=ledger.clock,
+        reward=workers.reward,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
+    runtime = open_runtime(config.runtime, logs)
+    try:
+        yield runtime
+    finally:
+        await asyncio.shield(runtime.shutdown())
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[], None]) -> Any:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
