@@ -295,19 +295,21 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _report(step: int, updates: list[_Update]) -> TrainReport:
-    """Means over the trained tokens of all mini-batches; the gradient norm is their mean."""
-    tokens = sum(update.tokens for update in updates)
+    """Means over the trained tokens of the mini-batches that were applied, or of all when none was."""
+    applied = [update for update in updates if update.finite]
+    counted = applied or updates
+    tokens = sum(update.tokens for update in counted)
     sums: Counter[str] = Counter()
-    for update in updates:
+    for update in counted:
         sums.update(update.metrics)
     return TrainReport(
         step=step,
-        loss=sum(update.loss for update in updates) / max(1, tokens),
-        grad_norm=sum(update.grad_norm for update in updates) / max(1, len(updates)),
+        loss=sum(update.loss for update in counted) / max(1, tokens),
+        grad_norm=sum(update.grad_norm for update in counted) / max(1, len(counted)),
         learning_rate=0.0,
         trained_tokens=tokens,
         seconds=0.0,
-        skipped=not any(update.finite for update in updates),
+        skipped=not applied,
         metrics={name: value / max(1, tokens) for name, value in sums.items()}
-        | {"nonfinite_minibatches": float(sum(not update.finite for update in updates))},
+        | {"nonfinite_minibatches": float(len(updates) - len(applied))},
     )

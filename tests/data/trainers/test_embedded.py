@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from rollart.config import TrainConfig
 from rollart.data.trainers import trainer_factory
 from rollart.data.trainers.embedded import EmbeddedTrainer
+from rollart.data.training import make_train_worker
+from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, RewardError, RunFolderError, TrainError
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
 
@@ -156,6 +158,8 @@ def test_only_the_minibatch_that_is_not_finite_is_left_out(trainer_model):
     report = made.train_step(poisoned(made))
     assert not report.skipped
     assert report.metrics["nonfinite_minibatches"] == 1
+    assert math.isfinite(report.loss)
+    assert report.trained_tokens == 2 * (1 + 2 + 3 + 4)
     after = weights(made)
     assert all(tensor.isfinite().all() for tensor in after.values())
     assert any(not torch.equal(after[name], before[name]) for name in before)
@@ -178,7 +182,7 @@ def test_batches_without_any_generated_token_end_the_run(trainer_model):
             trajectory.turns = [Turn([2, 3], [], [], [])]
     report = made.train_step(empty)
     assert (report.skipped, report.trained_tokens) == (True, 0)
-    with pytest.raises(TrainError, match="no trained token.*token limits"):
+    with pytest.raises(TrainError, match=r"no trained token.*token limits"):
         made.train_step(empty)
 
 
@@ -322,3 +326,16 @@ def test_the_trainer_is_found_by_name_and_others_are_refused():
     assert trainer_factory("embedded") is EmbeddedTrainer
     with pytest.raises(ConfigError, match="did you mean 'embedded'"):
         trainer_factory("embeded")
+
+
+def test_a_worker_made_from_plain_values_trains_and_publishes_the_model(trainer_model, tmp_path):
+    worker = make_train_worker(
+        "embedded", str(trainer_model), {"learning_rate": 0.01}, 1.0, 0, str(tmp_path), bucket_bytes=4096, keep=2
+    )
+    made = trainer(trainer_model)
+    report = worker.train_step(batch(made))
+    manifest = worker.publish(1)
+    assert not report.skipped
+    assert list(manifest.parameters) == worker.parameters() == made.parameters()
+    published = dict(FileWeightStore(tmp_path, 4096, 2).fetch(1))
+    assert not all(torch.equal(published[name], tensor) for name, tensor in made.tensors())

@@ -91,7 +91,7 @@ def test_a_model_that_caps_its_logits_is_found_out_and_scored_by_its_full_forwar
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no config.json"):
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_model(tmp_path, "cpu")
 
 
