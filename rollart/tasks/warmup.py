@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-from rollart.errors import ConfigError, EnvError, EnvTimeout
+from rollart.errors import ConfigError, EnvError, EnvTimeout, boundary
 from rollart.protocols import Env, Renderer, SupportsWarmup
 from rollart.tasks.hosted import HostedEnv
 from rollart.types import HELD_OUT, EnvReply, TaskSpec
@@ -37,8 +37,8 @@ class WarmupSequence(Struct, frozen=True):
 
 
 def left_out(tasks: Mapping[str, tuple[TaskSpec, Factory]]) -> list[str]:
-    """Names of the tasks whose environment has no `sample_action`."""
-    return [name for name, (_, make) in tasks.items() if not isinstance(make(), SupportsWarmup)]
+    """Names of the tasks whose environment has no `sample_action`. Raises EnvError when one cannot be built."""
+    return [name for name, (_, make) in tasks.items() if not _can_sample(name, make)]
 
 
 def episodes(
@@ -59,6 +59,14 @@ def episodes(
     if not playable:
         raise ConfigError("model.warmup_steps: no task of the mixture has a sample_action; set warmup_steps = 0")
     return _episodes(playable, renderer, num_episodes, random.Random(seed), observation_weight)
+
+
+def _can_sample(name: str, make: Factory) -> bool:
+    with boundary(EnvError, f"constructor of task {name!r}"):
+        env = make()
+        if hasattr(env, "close"):
+            env.close()
+    return isinstance(env, SupportsWarmup)
 
 
 def _episodes(

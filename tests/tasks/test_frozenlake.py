@@ -1,0 +1,88 @@
+import random
+
+import gymnasium
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from rollart.tasks.frozenlake import WORDS, FrozenLake, FrozenLakeOptions
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+@pytest.mark.parametrize("seed", [0, 7, 2**31 + 5])
+def test_agrees_with_gymnasium_step_by_step(slippery, seed):
+    options = FrozenLakeOptions(size=5, slippery=slippery)
+    ours = FrozenLake(options)
+    theirs = gymnasium.make("FrozenLake-v1", desc=generate_random_map(5, 0.8, seed), is_slippery=slippery)
+    observation, _ = ours.reset(seed)
+    state, _ = theirs.reset(seed=seed)
+    rng = random.Random(seed)
+    for _ in range(60):
+        assert divmod(int(state), 5) == _player(observation)
+        number = rng.randrange(4)
+        observation, *outcome, _ = ours.step(WORDS[number])
+        state, *expected, _ = theirs.step(number)
+        assert outcome == expected
+        if expected[1]:
+            observation, _ = ours.reset(seed)
+            state, _ = theirs.reset(seed=seed)
+
+
+def test_the_observation_is_the_grid_with_the_player():
+    observation, _ = FrozenLake(FrozenLakeOptions(size=4)).reset(3)
+    lines = observation.split("\n")
+    assert lines[0].startswith("P ")
+    assert lines[-1].endswith(" G")
+    assert len(lines) == 4
+    assert {cell for line in lines for cell in line.split(" ")} <= set("PFHG")
+
+
+def test_the_start_shows_again_once_the_player_left_it():
+    env = FrozenLake(FrozenLakeOptions(frozen_probability=1.0))
+    env.reset(0)
+    assert env.step("right")[0].startswith("S P F F\n")
+
+
+def test_hints_name_the_four_neighbours():
+    env = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0, hints=True))
+    assert env.reset(0)[0] == "P F\nF G\nup wall, down frozen, left wall, right frozen"
+    assert env.step("down")[0] == "S F\nP G\nup start, down wall, left wall, right goal"
+
+
+def test_the_goal_ends_with_reward_one_and_a_hole_with_none():
+    env = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0))
+    env.reset(0)
+    env.step("down")
+    assert env.step("right")[1:4] == (1.0, True, False)
+    env = FrozenLake(FrozenLakeOptions(size=4, frozen_probability=0.5))
+    seed = next(seed for seed in range(99) if env.reset(seed)[0].startswith("P H"))
+    env.reset(seed)
+    assert env.step("right")[1:4] == (0.0, True, False)
+
+
+def test_the_first_direction_in_the_text_counts():
+    env = FrozenLake(FrozenLakeOptions(frozen_probability=1.0))
+    env.reset(0)
+    assert _player(env.step("upward? No: Down, then right")[0]) == (1, 0)
+
+
+def test_a_text_without_direction_changes_nothing_and_says_so():
+    env = FrozenLake(FrozenLakeOptions(invalid_penalty=0.25))
+    before, _ = env.reset(1)
+    assert env.step("jump") == (f"Invalid action.\n{before}", -0.25, False, False, {"invalid": True})
+    assert env.step("")[0] == f"Invalid action.\n{before}"
+
+
+def test_equal_seeds_give_equal_episodes_and_different_seeds_different_maps():
+    first, second = FrozenLake(), FrozenLake()
+    assert first.reset(11) == second.reset(11) == first.reset(11)
+    assert len({first.reset(seed)[0] for seed in range(50)}) > 30
+
+
+def test_random_actions_are_the_four_words():
+    rng = random.Random(0)
+    assert {FrozenLake().sample_action(rng) for _ in range(100)} == {"up", "down", "left", "right"}
+
+
+def _player(observation):
+    lines = [line.split(" ") for line in observation.split("\n")]
+    return next((row, line.index("P")) for row, line in enumerate(lines) if "P" in line)
