@@ -1,0 +1,69 @@
+"""What `rollart check` and `rollart tasks` print: plain text, valid TOML where it stands below a config.
+
+Invariant: every number comes from `config.limits` or a `TaskSpec`, the same that a run obeys.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rollart.config import Config, limits
+from rollart.types import TaskSpec
+
+if TYPE_CHECKING:
+    from rollart.tasks.registry import OptionInfo, TaskInfo
+
+
+def derived(config: Config, specs: Mapping[str, TaskSpec], machine: str) -> str:
+    """What follows from a config, as TOML comments."""
+    rollout, train, bounds = config.rollout, config.train, limits(config)
+    members = f"{rollout.group_size} + {rollout.extra_members}" if rollout.extra_members else f"{rollout.group_size}"
+    top_k = f"top_k {rollout.top_k}" if rollout.top_k else "no top_k"
+    rows = {
+        "alpha": f"{bounds.alpha:g} (schedule {config.schedule}): no older trajectory is trained on, in versions",
+        "slots": f"{bounds.slots} groups admitted and not yet trained, dropped or aborted",
+        "in flight": f"at most {bounds.trajectories_in_flight} trajectories ({bounds.slots} groups of {members})",
+        "engine": f"{rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
+        "buffer": f"at most {bounds.buffer_groups} finished groups",
+        "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
+        f"{bounds.trajectories_per_batch} trajectories",
+        "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
+        "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
+        "devices": f"rollout on {rollout.device}, training on {train.device}; this machine has: {machine}",
+        **{f"task {name}": _task(spec, specs) for name, spec in specs.items()},
+    }
+    width = max(map(len, rows))
+    return "\n".join(["# What follows from it", *(f"#   {name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def _task(spec: TaskSpec, specs: Mapping[str, TaskSpec]) -> str:
+    share = spec.weight / (sum(other.weight for other in specs.values()) or 1)
+    return (
+        f"{share:.0%} of the groups, at most {spec.max_turns} turns of {spec.max_turn_tokens} tokens, "
+        f"{spec.max_tokens} in all; success from reward {spec.success_reward:g}"
+    )
+
+
+def described(task: TaskInfo) -> str:
+    """A task, its options, and how to set them."""
+    lines = [f"{task.name}: {task.summary}"]
+    if not task.available:
+        lines.append(f"    not installed: pip install 'rollart[{task.extra}]'")
+    for option in task.options:
+        lines += _option(option)
+    if task.options:
+        first = task.options[0]
+        lines.append(f"    set one with tasks.{task.name}.options.{first.name}={_as_toml(first.default) or 'VALUE'}")
+    return "\n".join(lines)
+
+
+def _option(option: OptionInfo) -> list[str]:
+    default = f"default {_as_toml(option.default)}" if option.default else "required"
+    heading = f"    {option.name} ({option.type}, {default})"
+    return [heading, *textwrap.wrap(option.doc, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+
+
+def _as_toml(default: str) -> str:
+    return {"True": "true", "False": "false"}.get(default, default)

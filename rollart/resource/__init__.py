@@ -1,0 +1,1 @@
+"""The resource plane: where things run."""

@@ -1,0 +1,272 @@
+"""The command line: what it calls, what it prints, how it fails, and what it does not import."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from rollart import __version__
+from rollart.checks import nearest
+from rollart.cli import Parts, main
+from rollart.config import Config, parse
+from rollart.errors import ConfigError, EnvError, RollartError, WorkerError
+from rollart.resource.devices import Machine, check
+from rollart.run_folder import RunFolder, checkpoint_path
+from rollart.types import TaskSpec
+
+
+class Option(Struct):
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+class Task(Struct):
+    name: str
+    summary: str
+    options: list[Option]
+    extra: str = ""
+    available: bool = True
+
+
+class FakeParts(Parts):
+    """Two tasks, a machine of two cores, and a record of what was called."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.failure = failure
+
+    def train(self, config: Config, resume: Path | None) -> int:
+        self.calls.append(("train", config, resume))
+        if self.failure:
+            raise self.failure
+        return 0
+
+    def evaluate(self, run: Path, episodes: int | None, checkpoint: int | None) -> int:
+        self.calls.append(("evaluate", run, episodes, checkpoint))
+        return 0
+
+    def specs(self, config: Config) -> dict[str, TaskSpec]:
+        known = [task.name for task in self.describe()]
+        for name in config.tasks:
+            if name not in known:
+                raise ConfigError(f"tasks.{name}: {name!r} is not a task{nearest(name, known)}")
+        return {name: TaskSpec(name, weight=task.weight) for name, task in config.tasks.items()}
+
+    def describe(self) -> list[Any]:
+        size = Option("size", "int", "4", "Rows and columns of the map.")
+        slippery = Option("slippery", "bool", "False", "Whether a step may slide.")
+        return [Task("maze", "Find the way.", [size, slippery]), Task("maths", "Sums.", [], "reasoning", False)]
+
+    def devices(self, config: Config) -> Machine:
+        return check(config, Machine(2))
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> str:
+    path = tmp_path / "quick.toml"
+    path.write_text(f"steps = 5\nlog.folder = '{tmp_path}'\n[tasks.maze]\nweight = 3\n[tasks.maths]\n")
+    return str(path)
+
+
+@pytest.fixture
+def finished(toml: str) -> Path:
+    with RunFolder.create(parse(Path(toml).read_text()), ["rollart", "train", toml]) as folder:
+        for step in (2, 4):
+            checkpoint_path(folder.path, step).mkdir(parents=True)
+    return folder.path
+
+
+def test_train_gets_the_config_with_its_overrides_wherever_they_stand(toml: str, tmp_path: Path) -> None:
+    parts = FakeParts()
+    assert main(["train", toml, "steps=7", "--resume", str(tmp_path), "train.loss=gspo"], parts) == 0
+    ((_, config, resume),) = parts.calls
+    assert (config.steps, config.train.loss, resume) == (7, "gspo", tmp_path)
+
+
+def test_resume_takes_the_config_of_the_run(finished: Path) -> None:
+    parts = FakeParts()
+    assert main(["train", "--resume", str(finished), "steps=9"], parts) == 0
+    ((_, config, resume),) = parts.calls
+    assert (config.steps, config.tasks["maze"].weight, resume) == (9, 3, finished)
+
+
+def test_eval_hands_on_what_was_asked(finished: Path) -> None:
+    parts = FakeParts()
+    assert main(["eval", str(finished), "--episodes", "20", "--checkpoint", "4"], parts) == 0
+    assert main(["eval", str(finished)], parts) == 0
+    assert parts.calls == [("evaluate", finished, 20, 4), ("evaluate", finished, None, None)]
+
+
+def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml, "alpha=0.5", "rollout.extra_members=1"], FakeParts()) == 0
+    output = capsys.readouterr().out
+    assert parse(output) == parse(Path(toml).read_text(), ["alpha=0.5", "rollout.extra_members=1"])
+    for line in (
+        "#   slots         24 groups admitted",
+        "#   in flight     at most 216 trajectories (24 groups of 8 + 1)",
+        "#   buffer        at most 24 finished groups",
+        "#   batch         16 groups x 8 = 128 trajectories",
+        "#   mini-batches  1 per batch, of 16 groups",
+        "#   sampling      temperature 1, top_p 1, no top_k",
+        "#   devices       rollout on cpu, training on cpu; this machine has: cpu (2 cores)",
+        "#   task maze     75% of the groups, at most 16 turns of 64 tokens, 1024 in all",
+    ):
+        assert line in output
+
+
+def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"], FakeParts()) == 0
+    assert capsys.readouterr().out == (
+        "maze: Find the way.\n"
+        "    size (int, default 4)\n"
+        "        Rows and columns of the map.\n"
+        "    slippery (bool, default false)\n"
+        "        Whether a step may slide.\n"
+        "    set one with tasks.maze.options.size=4\n"
+        "\n"
+        "maths: Sums.\n"
+        "    not installed: pip install 'rollart[reasoning]'\n"
+    )
+    assert main(["tasks", "maths"], FakeParts()) == 0
+    assert "maze" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["trian"],
+            "command 'trian' is not a choice; did you mean 'train'? choose from train, check, eval, tasks",
+        ),
+        (["train"], "no config; name a file such as configs/default.toml"),
+        (["train", "--fast"], "unknown argument '--fast'; see 'rollart train --help'"),
+        (["tasks", "maze", "maths"], "unknown argument 'maths'; see 'rollart tasks --help'"),
+        (["tasks", "mase"], "'mase' is not a task; did you mean 'maze'?"),
+        (["check", "TOML", "stepz=3"], "stepz: unknown key; did you mean 'steps'?"),
+        (["check", "TOML", "tasks.mase.weight=1"], "tasks.mase: 'mase' is not a task; did you mean 'maze'?"),
+        (
+            ["train", "TOML", "rollout.device=cuda:1"],
+            "rollout.device: 'cuda:1': no such device on this machine; it has: cpu (2 cores)",
+        ),
+        (["check", "missing.toml"], "missing.toml: No such file or directory"),
+        (["eval"], "the following arguments are required: RUN; see 'rollart eval --help'"),
+        (["eval", "RUN", "--episodes", "0"], "argument --episodes: '0' is not a whole number of at least 1"),
+        (["eval", "RUN", "--checkpoint", "3"], "has none of step 3; it has: 2, 4"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], line: str, toml: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = FakeParts()
+    assert main([{"TOML": toml, "RUN": str(finished)}.get(word, word) for word in words], parts) == 2
+    output = capsys.readouterr()
+    assert (output.out, parts.calls) == ("", [])
+    assert output.err.startswith("rollart: error: ")
+    assert line in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["train", "--resume", str(tmp_path)], ["eval", str(tmp_path)]):
+        assert main(words, FakeParts()) == 1
+        assert "not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        (ConfigError("alpha: no"), 2, "rollart: error: alpha: no\n"),
+        (EnvError("reset of task 'maze': boom"), 1, "rollart: error: reset of task 'maze': boom\n"),
+        (RollartError(""), 1, "rollart: error: RollartError\n"),
+        (
+            WorkerError("trainer: boom\nTraceback ..."),
+            1,
+            "rollart: error: trainer: boom\nrollart: ROLLART_TRACEBACK=1 shows the rest of it\n",
+        ),
+        (KeyboardInterrupt(), 130, "rollart: interrupted\n"),
+    ],
+)
+def test_every_error_of_ours_is_a_line_and_a_code(
+    failure: BaseException, code: int, message: str, toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", toml], FakeParts(failure)) == code
+    assert capsys.readouterr().err == message
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(toml: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main(["train", toml], FakeParts(ZeroDivisionError("a bug")))
+
+
+# ------------------------------------------------------------------------------------------- in processes of their own
+HEAVY = {"torch", "transformers", "rich", "numpy", "gymnasium", "tensorboardX", "ray", "vllm"}
+
+
+def rollart(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollart", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ".", **environ}, check=False)
+
+
+def heavy_imports(statement: str) -> set[str]:
+    """Heavy packages that a fresh interpreter has loaded after a statement."""
+    script = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return HEAVY & {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+
+
+def test_importing_rollart_loads_nothing_heavy() -> None:
+    assert not heavy_imports("import rollart, rollart.config, rollart.protocols, rollart.metrics, rollart.run_folder")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    assert not heavy_imports(f"from rollart.cli import main\nassert main({words}) == 0")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("rollart.tasks"), reason="needs the tasks")
+def test_check_and_tasks_do_not_load_torch(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[tasks.frozenlake]\n[tasks.sorting]\n")
+    loaded = heavy_imports(f"from rollart.cli import main\nassert main(['check', {str(path)!r}]) == 0")
+    assert not loaded & {"torch", "transformers", "rich"}
+    assert not heavy_imports("from rollart.cli import main\nassert main(['tasks']) == 0") & {"torch", "transformers"}
+
+
+def test_the_help_teaches_by_examples() -> None:
+    for words in ((), ("--help",), ("train", "--help")):
+        done = rollart(*words)
+        assert done.returncode == 0
+        assert "rollart train configs/default.toml" in done.stdout
+        assert "rollart train --resume runs/latest" in done.stdout
+
+
+def test_the_version_is_the_packages() -> None:
+    assert rollart("--version").stdout == f"rollart {__version__}\n"
+
+
+def test_a_traceback_is_shown_on_demand_only() -> None:
+    assert rollart("check", "missing.toml").stderr == "rollart: error: missing.toml: No such file or directory\n"
+    assert "Traceback" in rollart("check", "missing.toml", ROLLART_TRACEBACK="1").stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["check", "--help"]])
+@pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_a_reader_that_went_away_is_no_error(words: list[str], environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "rollart", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": ".", **environ}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
