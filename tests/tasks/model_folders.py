@@ -105,7 +105,9 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     text = ["user assistant system model up down left right 1 2 3 sort the numbers"] * 8
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.enable_truncation(8)
     return tokenizer
