@@ -207,3 +207,10 @@ def test_looking_tasks_up_imports_neither_torch_nor_transformers_nor_a_library_o
     code = "registry.specs(parse(text)); registry.describe(); import sys\n"
     code += "print([m for m in ('torch', 'transformers', 'gymnasium', 'reasoning_gym', 'gem') if m in sys.modules])"
     assert _in(tmp_path, "[tasks.frozenlake]\n[tasks.sorting]\n[tasks.arithmetic]\n[tasks.synthetic]", code) == "[]\n"
+
+
+def test_the_example_of_ones_own_task_can_be_built_from_its_folder():
+    folder = Path(__file__).parents[2] / "examples"
+    code = "config = parse(text)\nprint(registry.specs(config)['guess'].max_turns)\n"
+    code += "print(registry.make_env(config.tasks['guess'], 'guess').reset(1)[0])"
+    assert _in(folder, (folder / "my_task.toml").read_text(), code) == "4\n1 to 9\n"
