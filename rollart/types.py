@@ -34,7 +34,7 @@ ABORTED: frozenset[str] = frozenset({"stale", "redundant", "cancelled"})
 
 
 HELD_OUT = 2**31
-"""Seeds below belong to training (warm-up included); seeds from here on to evaluation. No task sees both."""
+"""Seeds below belong to training (warm-up included); seeds from here on to evaluation. All stay below 2**32."""
 
 
 class Sampling(Struct, frozen=True):

@@ -85,7 +85,8 @@ class EnvironmentWorker:
     ) -> EnvReply:
         async with self._permits:
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(submit()), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    return await asyncio.wrap_future(submit())
             except EnvError:
                 self._discard(env_id, hosted)
                 raise

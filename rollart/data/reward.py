@@ -49,7 +49,8 @@ class RewardWorker:
         lane = self._idle.pop() if self._idle else Lane("reward")
         future = lane.submit(RewardError, what, lambda: replies.score(function(request), what))
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             log.warning("%s did not answer within %g s; its thread is abandoned", what, timeout_s)
             raise RewardError(f"{what} did not answer within {timeout_s:g} s") from None

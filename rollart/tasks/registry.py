@@ -96,10 +96,10 @@ def reward_function(task: TaskConfig, name: str = "") -> RewardFunction | None:
 
 def describe() -> list[TaskInfo]:
     """Every built-in task and every entry point, with options."""
-    found = [_info(definition) for definition in BUILT_IN.values()]
+    found = [_info(name, definition) for name, definition in BUILT_IN.items()]
     for point in importlib.metadata.entry_points(group=GROUP):
         try:
-            found.append(_info(_from_entry_point(point, point.name)))
+            found.append(_info(point.name, _from_entry_point(point, point.name)))
         except ConfigError as error:
             found.append(TaskInfo(point.name, str(error), [], "", False))
     return found
@@ -197,10 +197,10 @@ def _try_out(make: Callable[[], Env], name: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- describing
-def _info(definition: TaskDefinition) -> TaskInfo:
+def _info(name: str, definition: TaskDefinition) -> TaskInfo:
     hints = typing.get_type_hints(definition.options, include_extras=True)
     options = [_option(field, hints[field.name]) for field in msgspec.structs.fields(definition.options)]
-    return TaskInfo(definition.name, definition.summary, options, definition.extra, _is_available(definition))
+    return TaskInfo(name, definition.summary, options, definition.extra, _is_available(definition))
 
 
 def _option(field: msgspec.structs.FieldInfo, hint: Any) -> OptionInfo:

@@ -32,7 +32,10 @@ def test_reasoning_repeats_its_items_and_scores_the_right_answer():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("{dataset='basic_arithmetik'}", "options.dataset: 'basic_arithmetik' unknown; did you mean 'basic_arithmetic'"),
+        (
+            "{dataset='basic_arithmetik'}",
+            "options.dataset: 'basic_arithmetik' unknown; did you mean 'basic_arithmetic'",
+        ),
         ("{dataset_options={min_termz=1}}", "min_termz"),
         ("{dataset_options={min_terms=-1}}", "min_terms must be positive"),
     ],
@@ -62,7 +65,9 @@ def test_gem_plays_guess_the_number():
 
 def test_gem_names_the_nearest_id():
     pytest.importorskip("gem")
-    with pytest.raises(ConfigError, match=r"tasks.x.options.id: 'game:GuessTheNumber' unknown; did you mean 'game:Guess"):
+    with pytest.raises(
+        ConfigError, match=r"tasks.x.options.id: 'game:GuessTheNumber' unknown; did you mean 'game:Guess"
+    ):
         _make("[tasks.x]\nenv='gem'\noptions={id='game:GuessTheNumber'}")
 
 
