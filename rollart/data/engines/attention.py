@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,23 +78,19 @@ def plan(slots: Slots, decode: Sequence[Work], prefill: Sequence[Work], num_last
     width = max(work.start + len(work.tokens) for work in works)
     slots.reserve(works[-1].slot + 1, width)
     device = slots.buffer_L2SHWD.device
-    starts = [work.slot * slots.num_heads * slots.width for work in works]
-    tokens_N = torch.tensor([token for work in works for token in work.tokens], device=device)
+    first_of_slot = slots.num_heads * slots.width
+    tokens = [token for work in works for token in work.tokens]
     positions = [place for work in works for place in range(work.start, work.start + len(work.tokens))]
-    bases = [base for base, work in zip(starts, works, strict=True) for _ in work.tokens]
-    positions_N = torch.tensor(positions, device=device)
-    write_N = torch.tensor(bases, device=device) + positions_N
-    write_NH = write_N[:, None] + torch.arange(slots.num_heads, device=device) * slots.width
+    bases = [work.slot * first_of_slot for work in works for _ in work.tokens]
+    tokens_N, positions_N, bases_N = torch.tensor([tokens, positions, bases], device=device)
+    write_NH = (bases_N + positions_N)[:, None] + slots.heads_H
     segments = []
     if decode:
         segments.append(_decode_segment(slots, decode, positions_N[: len(decode)]))
     if prefill:
         segments.append(_prefill_segment(slots, prefill, len(decode), group))
-    ends, end = [], -1
-    for work in works[:num_last]:
-        end += len(work.tokens)
-        ends.append(end)
-    last = torch.tensor(ends, dtype=torch.long, device=device)
+    ends = list(accumulate(len(work.tokens) for work in works[:num_last]))
+    last = torch.tensor(ends, dtype=torch.long, device=device) - 1
     return Plan(slots, tokens_N, positions_N, write_NH.flatten(), tuple(segments), last)
 
 
@@ -133,11 +130,8 @@ def _rounded(width: int, slots: Slots) -> int:
 
 
 def _mask(positions_RT: Tensor, width: int, slots: Slots) -> Tensor:
-    buffer = slots.buffer_L2SHWD
-    hidden_RTW = torch.arange(width, device=buffer.device) > positions_RT[:, :, None]
-    return torch.zeros(hidden_RTW.shape, dtype=buffer.dtype, device=buffer.device).masked_fill_(
-        hidden_RTW, float("-inf")
-    )[:, None]
+    seen_RTW = slots.places_W[:width] <= positions_RT[:, :, None]
+    return torch.where(seen_RTW, slots.zero, slots.minus_infinity)[:, None]
 
 
 def attend(

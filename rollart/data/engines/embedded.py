@@ -55,7 +55,9 @@ class EmbeddedEngine:
     ) -> None:
         if slots < 1 or prefill_tokens < 1 or max_model_tokens < SHORTEST:
             raise ConfigError(f"embedded engine: needs slots and prefill_tokens >= 1, max_model_tokens >= {SHORTEST}")
-        place, kind = torch.device(device), getattr(torch, dtype)
+        place, kind = torch.device(device), getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise ConfigError(f"embedded engine: unknown dtype {dtype!r}; take float32, bfloat16 or float16")
         self._model = CausalLM(model_folder, max_model_tokens, place, kind)
         self._tokenizer = load_tokenizer(Path(model_folder) / "tokenizer.json")
         self._max_slots, self._max_model_tokens, self._prefill_tokens = slots, max_model_tokens, prefill_tokens
@@ -259,6 +261,11 @@ class EmbeddedEngine:
             kv_tokens=sum(row.computed for row in self._rows) + self._prefixes.num_tokens,
             suspended=self._suspended,
         )
+
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens that the buffer of running requests has room for now."""
+        return self._slots.num_slots * self._slots.width
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -10,6 +10,7 @@ Shapes: L layers, 2 (keys, values), S slots, H key-value heads, W width in token
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -33,10 +34,14 @@ class Slots:
         device: torch.device,
     ) -> None:
         self.num_heads, self.max_slots, self.max_width = num_heads, max_slots, max_width
+        self.zero = torch.tensor(0.0, dtype=dtype, device=device)
+        self.minus_infinity = torch.tensor(-math.inf, dtype=dtype, device=device)
+        self.places_W = torch.arange(max_width, device=device)
         self._use(torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype, device=device))
 
     def _use(self, buffer_L2SHWD: Tensor) -> None:
         self.buffer_L2SHWD = buffer_L2SHWD
+        self.heads_H = torch.arange(self.num_heads, device=buffer_L2SHWD.device) * self.width
         self.keys_SHWD = [layer[0] for layer in buffer_L2SHWD]
         self.values_SHWD = [layer[1] for layer in buffer_L2SHWD]
 

@@ -1,0 +1,478 @@
+"""What every engine must do, whatever is inside it. A new engine joins by one name in `ENGINE_NAMES`.
+
+Log-probabilities are compared with a tolerance of 1e-4.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from tiny_models import LETTERS, VOCABULARY, TinyModel
+
+from rollart.data.engines import create_engine, engine_factory
+from rollart.errors import ConfigError, GenerationError, WeightsError
+from rollart.protocols import Engine
+from rollart.types import GenRequest, GenResult, Sampling
+
+ENGINE_NAMES = ["embedded"]
+TOLERANCE = 1e-4
+GREEDY = Sampling(temperature=0, max_tokens=12)
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(params=ENGINE_NAMES)
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    name = request.param
+    return lambda folder, **options: create_engine(name, folder, options)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tiny_models: dict[str, TinyModel]) -> TinyModel:
+    return tiny_models[request.param]
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine, model: TinyModel) -> Engine:
+    return make_engine(model.folder, slots=8, max_model_tokens=128)
+
+
+def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 30) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(len(VOCABULARY)) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+
+
+def ask(name: str, prompt: list[int], sampling: Sampling = GREEDY, trajectory: str = "") -> GenRequest:
+    return GenRequest(name, trajectory or f"trajectory {name}", prompt, sampling)
+
+
+def finish(engine: Engine) -> dict[str, GenResult]:
+    results: dict[str, GenResult] = {}
+    while engine.has_work():
+        results |= {result.request_id: result for result in engine.step()}
+    return results
+
+
+def run(engine: Engine, *requests: GenRequest) -> list[GenResult]:
+    for request in requests:
+        engine.add(request)
+    results = finish(engine)
+    return [results[request.request_id] for request in requests]
+
+
+def steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        assert engine.step() == []
+
+
+def text(tokens: list[int]) -> str:
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+close = partial(pytest.approx, abs=TOLERANCE)
+
+
+# ----------------------------------------------------------------------------------------------------- correctness
+def test_logprobs_of_generated_tokens_equal_a_plain_forward_pass(engine: Engine, model: TinyModel) -> None:
+    for prompt, sampling in zip(prompts(4), [GREEDY, GREEDY, Sampling(max_tokens=20), Sampling()], strict=True):
+        (result,) = run(engine, ask("a", prompt, sampling))
+        assert result.logprobs == close(model.score(prompt, result.tokens))
+        assert result.finish_reason == "length"
+        assert len(result.tokens) == sampling.max_tokens
+        assert result.versions == [0] * sampling.max_tokens
+
+
+def test_greedy_takes_the_likeliest_token_every_time(engine: Engine, model: TinyModel) -> None:
+    prompt = prompts(1)[0]
+    (result,) = run(engine, ask("a", prompt))
+    table = model.logprobs(prompt + result.tokens)
+    assert result.tokens == table[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_logprobs_of_given_tokens_equal_a_plain_forward_pass(engine: Engine, model: TinyModel) -> None:
+    tokens = prompts(1, shortest=20)[0]
+    assert engine.logprobs(tokens) == close(model.score(tokens[:1], tokens[1:]))
+    assert engine.logprobs(tokens[:1]) == []
+
+
+def test_batching_changes_neither_tokens_nor_logprobs(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    requests = [ask(str(i), prompt) for i, prompt in enumerate(prompts(8))]
+    together = run(engine, *requests)
+    alone = [run(make_engine(model.folder, slots=1, max_model_tokens=128), request)[0] for request in requests[:3]]
+    staggered_engine = make_engine(model.folder, slots=8, max_model_tokens=128)
+    results: dict[str, GenResult] = {}
+    for request in requests:
+        staggered_engine.add(request)
+        results |= {result.request_id: result for result in staggered_engine.step()}
+    results |= finish(staggered_engine)
+    staggered = [results[request.request_id] for request in requests]
+    for result, other in [*zip(together, alone, strict=False), *zip(together, staggered, strict=True)]:
+        assert result.tokens == other.tokens
+        assert result.logprobs == close(other.logprobs)
+
+
+def test_a_prompt_longer_than_one_prefill_gives_the_same_tokens(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    requests = [ask(str(i), prompt) for i, prompt in enumerate(prompts(6, shortest=20, longest=60))]
+    expected = run(engine, *requests)
+    chunked = run(make_engine(model.folder, slots=8, max_model_tokens=128, prefill_tokens=13), *requests)
+    for result, other in zip(expected, chunked, strict=True):
+        assert result.tokens == other.tokens
+        assert result.logprobs == close(other.logprobs)
+
+
+def test_more_requests_than_slots_queue_and_all_finish(make_engine: MakeEngine, model: TinyModel) -> None:
+    engine = make_engine(model.folder, slots=3, max_model_tokens=128)
+    requests = [ask(str(i), prompt, Sampling(0, max_tokens=3 + i)) for i, prompt in enumerate(prompts(10))]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (3, 7)
+    results = finish(engine)
+    for request in requests:
+        result = results[request.request_id]
+        assert len(result.tokens) == request.sampling.max_tokens
+        assert result.logprobs == close(model.score(request.prompt, result.tokens))
+
+
+# ---------------------------------------------------------------------------------------------------- prefix reuse
+def test_the_next_turn_reuses_its_prefix_and_equals_a_cold_run(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    cold = make_engine(model.folder, slots=8, max_model_tokens=128)
+    histories = prompts(3, shortest=5)
+    for turn in range(3):
+        requests = [ask(f"{turn}{i}", history, GREEDY, f"t{i}") for i, history in enumerate(histories)]
+        warm_results = run(engine, *requests)
+        for i, (request, warm) in enumerate(zip(requests, warm_results, strict=True)):
+            (plain,) = run(cold, ask("x", request.prompt))
+            assert warm.tokens == plain.tokens
+            assert warm.logprobs == close(plain.logprobs)
+            reused = 0 if turn == 0 else len(request.prompt) - len(histories[i][-4:]) - 1
+            assert warm.cached_tokens == reused
+            histories[i] = [*request.prompt, *warm.tokens, *prompts(1, seed=turn, shortest=4, longest=4)[0]]
+    assert engine.stats().cached_tokens > 0
+
+
+def test_a_prompt_that_departs_from_the_last_turn_reuses_only_what_they_share(engine: Engine, model: TinyModel) -> None:
+    first = prompts(1, shortest=20)[0]
+    run(engine, ask("a", first, GREEDY, "t"))
+    second = [*first[:10], (first[10] + 1) % len(VOCABULARY), *first[11:]]
+    (result,) = run(engine, ask("b", second, GREEDY, "t"))
+    assert result.cached_tokens == 10
+    assert result.logprobs == close(model.score(second, result.tokens))
+
+
+def test_the_same_prompt_again_still_computes_its_last_token(engine: Engine, model: TinyModel) -> None:
+    prompt = prompts(1, shortest=20)[0]
+    (first,) = run(engine, ask("a", prompt, GREEDY, "t"))
+    (again,) = run(engine, ask("b", prompt, GREEDY, "t"))
+    assert again.cached_tokens == len(prompt) - 1
+    assert again.tokens == first.tokens
+
+
+def test_release_forgets_the_prefix(engine: Engine) -> None:
+    prompt = prompts(1, shortest=20)[0]
+    run(engine, ask("a", prompt, GREEDY, "t"))
+    assert engine.stats().kv_tokens > 0
+    engine.release("t")
+    assert engine.stats().kv_tokens == 0
+    (result,) = run(engine, ask("b", prompt, GREEDY, "t"))
+    assert result.cached_tokens == 0
+
+
+# ----------------------------------------------------------------------------------------- abort, suspend, update
+def test_abort_frees_the_cache_and_gives_the_partial_tokens(engine: Engine, model: TinyModel) -> None:
+    expected = run(engine, *[ask(str(i), prompt) for i, prompt in enumerate(prompts(4))])
+    for i in range(4):
+        engine.release(f"trajectory {i}")
+    for i, prompt in enumerate(prompts(4)):
+        engine.add(ask(str(i), prompt))
+    steps(engine, 5)
+    partial_result = engine.abort("1")
+    assert partial_result is not None
+    assert partial_result.finish_reason == "abort"
+    assert partial_result.tokens == expected[1].tokens[:5]
+    assert len(partial_result.logprobs) == len(partial_result.versions) == 5
+    results = finish(engine)
+    assert sorted(results) == ["0", "2", "3"]
+    assert all(results[str(i)].tokens == expected[i].tokens for i in (0, 2, 3))
+    kept = engine.stats().kv_tokens
+    assert kept == sum(len(prompts(4)[i]) + len(expected[i].tokens) - 1 for i in (0, 2, 3))
+
+
+def test_abort_of_a_waiting_or_unknown_request(make_engine: MakeEngine, model: TinyModel) -> None:
+    engine = make_engine(model.folder, slots=1, max_model_tokens=64)
+    engine.add(ask("a", [1, 2]))
+    engine.add(ask("b", [1, 2]))
+    engine.step()
+    waiting = engine.abort("b")
+    assert waiting is not None
+    assert (waiting.tokens, waiting.finish_reason) == ([], "abort")
+    assert engine.abort("b") is None
+    assert engine.abort("never seen") is None
+    assert list(finish(engine)) == ["a"]
+
+
+def test_suspend_update_with_equal_weights_resume_equals_never_interrupted(engine: Engine, model: TinyModel) -> None:
+    requests = [ask(str(i), prompt) for i, prompt in enumerate(prompts(5))]
+    expected = run(engine, *requests)
+    for request in requests:
+        engine.release(request.trajectory_id)
+        engine.add(request)
+    steps(engine, 4)
+    engine.suspend()
+    assert not engine.has_work()
+    assert engine.step() == []
+    assert engine.stats().suspended
+    engine.update(1, model.weights())
+    engine.resume()
+    results = finish(engine)
+    for request, before in zip(requests, expected, strict=True):
+        result = results[request.request_id]
+        assert result.tokens == before.tokens
+        assert result.logprobs == close(before.logprobs)
+        assert result.versions == [0] * 4 + [1] * 8
+    assert engine.stats().recomputed_tokens == sum(len(request.prompt) + 3 for request in requests)
+
+
+def test_after_an_update_the_tail_is_that_of_a_fresh_run_under_the_new_weights(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    requests = [ask(str(i), prompt) for i, prompt in enumerate(prompts(4))]
+    old = run(engine, *requests)
+    for request in requests:
+        engine.add(request)
+    steps(engine, 5)
+    engine.suspend()
+    engine.update(7, model.weights(other=True))
+    engine.resume()
+    results = finish(engine)
+    fresh = make_engine(model.other_folder, slots=8, max_model_tokens=128)
+    for request, before in zip(requests, old, strict=True):
+        result = results[request.request_id]
+        head, tail = result.tokens[:5], result.tokens[5:]
+        assert head == before.tokens[:5]
+        (expected,) = run(fresh, ask("x", request.prompt + head, Sampling(0, max_tokens=7)))
+        assert tail == expected.tokens
+        assert result.logprobs[5:] == close(expected.logprobs)
+        assert result.versions == [0] * 5 + [7] * 7
+    assert engine.stats().version == 7
+
+
+def test_an_update_drops_the_prefixes_of_idle_trajectories(engine: Engine, model: TinyModel) -> None:
+    prompt = prompts(1, shortest=20)[0]
+    run(engine, ask("a", prompt, GREEDY, "t"))
+    engine.update(1, model.weights(other=True))
+    assert engine.stats().kv_tokens == 0
+    (result,) = run(engine, ask("b", prompt, GREEDY, "t"))
+    assert result.cached_tokens == 0
+    assert result.logprobs == close(model.score(prompt, result.tokens, other=True))
+
+
+def test_requests_added_while_suspended_wait_for_resume(engine: Engine) -> None:
+    engine.suspend()
+    engine.add(ask("a", [1, 2, 3]))
+    assert not engine.has_work()
+    engine.resume()
+    assert list(finish(engine)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda pairs: pairs[1:], "is missing"),
+        (lambda pairs: [*pairs, ("model.surprise", torch.zeros(2))], "model.surprise is unknown"),
+        (lambda pairs: [*pairs[:-1], (pairs[-1][0], torch.zeros(3, 3))], r"is float32 \[3, 3\], not"),
+        (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1].half())], "is float16"),
+        (lambda pairs: [*pairs, pairs[0]], "twice"),
+    ],
+    ids=["missing", "unknown", "shape", "dtype", "twice"],
+)
+def test_weights_that_do_not_fit_change_nothing(
+    engine: Engine, model: TinyModel, spoil: Callable[..., list[tuple[str, torch.Tensor]]], message: str
+) -> None:
+    prompt = prompts(1)[0]
+    with pytest.raises(WeightsError, match=message):
+        engine.update(1, spoil(model.weights(other=True)))
+    (result,) = run(engine, ask("a", prompt))
+    assert result.versions == [0] * 12
+    assert result.logprobs == close(model.score(prompt, result.tokens))
+
+
+def test_parameters_are_those_of_the_weights(engine: Engine, model: TinyModel) -> None:
+    listed = {info.name: (info.shape, info.dtype) for info in engine.parameters()}
+    assert listed == {name: (tuple(tensor.shape), "float32") for name, tensor in model.weights()}
+
+
+# -------------------------------------------------------------------------------------------------- when to stop
+def test_a_stop_token_ends_a_request_and_is_part_of_it(engine: Engine) -> None:
+    prompt = prompts(1)[0]
+    (free,) = run(engine, ask("a", prompt, Sampling(0, max_tokens=20)))
+    stop = free.tokens[6]
+    (result,) = run(engine, ask("b", prompt, Sampling(0, max_tokens=20, stop_token_ids=(stop,))))
+    assert result.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_stop_string_ends_a_request_even_at_its_very_start_and_across_tokens(engine: Engine, start: int) -> None:
+    prompt = prompts(1, seed=3)[0]
+    (free,) = run(engine, ask("a", prompt, Sampling(0, max_tokens=20)))
+    stop = text(free.tokens[start : start + 3])
+    (result,) = run(engine, ask("b", prompt, Sampling(0, max_tokens=20, stop=("never!", stop))))
+    ends = [end for end in range(1, 21) if stop in text(free.tokens[:end])]
+    assert result.tokens == free.tokens[: ends[0]]
+    assert result.finish_reason == "stop"
+    assert len(result.logprobs) == len(result.tokens)
+
+
+def test_a_stop_string_may_be_a_part_of_one_token(engine: Engine, model: TinyModel) -> None:
+    pair = next(i for i, word in enumerate(VOCABULARY) if len(word) == 2)
+    only_pairs = Sampling(temperature=1.0, max_tokens=60, stop=tuple(LETTERS[2:7]))
+    (result,) = run(engine, ask("a", [pair, 1, 2], only_pairs))
+    hits = [i for i, token in enumerate(result.tokens) if set(VOCABULARY[token]) & set(LETTERS[2:7])]
+    assert result.finish_reason == "stop"
+    assert hits == [len(result.tokens) - 1]
+
+
+def test_max_model_tokens_ends_a_request(make_engine: MakeEngine, model: TinyModel) -> None:
+    engine = make_engine(model.folder, slots=2, max_model_tokens=32)
+    prompt = prompts(1, shortest=25, longest=25)[0]
+    (result,) = run(engine, ask("a", prompt, Sampling(0, max_tokens=100)))
+    assert (len(result.tokens), result.finish_reason) == (7, "length")
+    assert result.logprobs == close(model.score(prompt, result.tokens))
+    (last,) = run(engine, ask("b", prompts(1, shortest=31, longest=31)[0]))
+    assert (len(last.tokens), last.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], GREEDY, "empty"),
+        ([1] * 128, GREEDY, "max_model_tokens"),
+        ([1, len(VOCABULARY)], GREEDY, "vocabulary"),
+        ([-1], GREEDY, "vocabulary"),
+        ([1], Sampling(max_tokens=0), "max_tokens"),
+        ([1], Sampling(temperature=-1.0), "temperature"),
+        ([1], Sampling(temperature=math.nan), "temperature"),
+        ([1], Sampling(top_p=0.0), "top_p"),
+        ([1], Sampling(top_k=-1), "top_k"),
+        ([1], Sampling(stop=("",)), "stop"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_at_once(
+    engine: Engine, prompt: list[int], sampling: Sampling, message: str
+) -> None:
+    with pytest.raises(GenerationError, match=message):
+        engine.add(ask("a", prompt, sampling))
+    assert not engine.has_work()
+
+
+def test_the_same_request_id_twice_is_refused(engine: Engine) -> None:
+    engine.add(ask("a", [1]))
+    with pytest.raises(GenerationError, match="already running"):
+        engine.add(ask("a", [2]))
+    assert list(finish(engine)) == ["a"]
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+def expected_distribution(table: torch.Tensor, sampling: Sampling) -> dict[int, float]:
+    """Straight from the definition: temperature, then the k best, then the smallest set that holds top_p."""
+    weights = {token: math.exp(float(lp) / sampling.temperature) for token, lp in enumerate(table)}
+    best = sorted(weights, key=lambda token: -weights[token])[: sampling.top_k or None]
+    total, kept, mass = sum(weights[token] for token in best), [], 0.0
+    for token in best:
+        if mass >= sampling.top_p * total:
+            break
+        kept.append(token)
+        mass += weights[token]
+    return {token: weights[token] / mass for token in kept}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=1),
+        Sampling(temperature=0.5, max_tokens=1),
+        Sampling(temperature=1.5, top_k=5, max_tokens=1),
+        Sampling(top_p=0.7, max_tokens=1),
+        Sampling(temperature=1.3, top_k=12, top_p=0.8, max_tokens=1),
+    ],
+    ids=["plain", "temperature", "top_k", "top_p", "all"],
+)
+def test_samples_and_logprobs_follow_the_filtered_distribution(
+    make_engine: MakeEngine, tiny_models: dict[str, TinyModel], sampling: Sampling
+) -> None:
+    model, prompt, draws = tiny_models["llama"], [3, 1, 4], 1500
+    engine = make_engine(model.folder, slots=64, max_model_tokens=64, seed=5)
+    expected = expected_distribution(model.logprobs(prompt)[-1], sampling)
+    mixed = [Sampling(0, max_tokens=1), Sampling(max_tokens=1)]
+    requests = [ask(str(i), prompt, sampling) for i in range(draws)]
+    results = run(engine, *[ask(f"m{i}", prompt, other) for i, other in enumerate(mixed)], *requests)[2:]
+    counts = Counter(result.tokens[0] for result in results)
+    assert set(counts) <= set(expected)
+    for token, probability in expected.items():
+        spread = math.sqrt(draws * probability * (1 - probability))
+        assert abs(counts[token] - draws * probability) <= 4.5 * spread + 1
+    for result in results:
+        assert result.logprobs[0] == close(math.log(expected[result.tokens[0]]))
+
+
+def test_a_greedy_row_among_sampled_ones_stays_greedy_with_plain_logprobs(engine: Engine, model: TinyModel) -> None:
+    prompt = prompts(1)[0]
+    others = [ask(str(i), [i], Sampling(temperature=2.0, top_k=3, top_p=0.9)) for i in range(5)]
+    result, *_ = run(engine, ask("greedy", prompt), *others)
+    assert result.tokens == model.logprobs(prompt + result.tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert result.logprobs == close(model.score(prompt, result.tokens))
+
+
+def test_the_same_seed_gives_the_same_samples(make_engine: MakeEngine, tiny_models: dict[str, TinyModel]) -> None:
+    folder = tiny_models["qwen3"].folder
+    first, second, third = (
+        run(make_engine(folder, slots=4, max_model_tokens=64, seed=seed), ask("a", [1, 2], Sampling(max_tokens=30)))
+        for seed in (1, 1, 2)
+    )
+    assert first[0].tokens == second[0].tokens
+    assert first[0].tokens != third[0].tokens
+
+
+# ------------------------------------------------------------------------------------------------------- trouble
+def test_logits_that_are_not_finite_fail_one_request_and_harm_no_other(
+    make_engine: MakeEngine, tiny_models: dict[str, TinyModel]
+) -> None:
+    model, poison = tiny_models["llama"], 7
+    engine = make_engine(model.folder, slots=8, max_model_tokens=128)
+    weights = dict(model.weights())
+    weights["model.embed_tokens.weight"][poison] = math.nan
+    engine.update(1, weights.items())
+    clean = [prompt for prompt in prompts(20) if poison not in prompt][:4]
+    short = Sampling(0, max_tokens=4)
+    bad, *good = run(engine, ask("bad", [1, poison], short), *[ask(str(i), p, short) for i, p in enumerate(clean)])
+    assert (bad.finish_reason, bad.tokens) == ("error", [])
+    assert "not finite" in bad.error
+    for prompt, result in zip(clean, good, strict=True):
+        assert result.logprobs == close(model.score(prompt, result.tokens))
+    (later,) = run(engine, ask("later", clean[0], short))
+    assert later.tokens == good[0].tokens
+
+
+def test_statistics_count_what_happened(engine: Engine) -> None:
+    run(engine, ask("a", [1, 2, 3], Sampling(0, max_tokens=5)), ask("b", [1], Sampling(0, max_tokens=2)))
+    stats = engine.stats()
+    assert (stats.generated_tokens, stats.prefilled_tokens, stats.running, stats.waiting) == (7, 4, 0, 0)
+    assert stats.steps >= 5
+    assert stats.busy_s > 0
+
+
+def test_an_unknown_engine_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'embedded'"):
+        engine_factory("embeded")
