@@ -1,6 +1,7 @@
 """The trainer's worker: what lives in the process, and the handle through which control reaches it.
 
-Invariant: weights go from the trainer to the store without passing control, which says only their version.
+Invariants: weights go from the trainer to the store without passing control, which says only their version; importing
+this file imports no torch, so that a driver can hold a `RemoteTrainer`.
 What this file leaves out: the optimizer (`data/trainers`), the store (`data/weights.py`), the process (`data/worker`).
 """
 
@@ -13,7 +14,6 @@ import msgspec
 
 from rollart.config import TrainConfig
 from rollart.data.trainers import trainer_factory
-from rollart.data.weights import FileWeightStore
 from rollart.protocols import Trainer, WeightStore, WorkerHandle
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
@@ -68,6 +68,8 @@ def make_train_worker(
     keep: int,
 ) -> TrainWorker:
     """A worker from plain values, as `Runtime.spawn` sends them; `options`: a `TrainConfig` as a dictionary."""
+    from rollart.data.weights import FileWeightStore  # imports torch, which the driver's RemoteTrainer does without
+
     made = trainer_factory(trainer)(
         model_folder=model_folder,
         options=msgspec.convert(options, TrainConfig),

@@ -30,7 +30,6 @@ class WeightsFolder:
         safe_name = re.sub(r"[^A-Za-z0-9_.]+", "_", run_name)
         with boundary(WeightsError, f"making a folder for weights in {parent}"):
             parent.mkdir(parents=True, exist_ok=True)
-            sweep_stale(parent)
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{safe_name}-{os.getpid()}-", dir=parent))
             self._lock = (self.path / LOCK).open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,3 +107,8 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="trainer: unknown 'fsdp3'"):
         make_train_worker("fsdp3", "nowhere", {}, 1.0, 0, str(tmp_path), 1024, 2)
+
+
+def test_the_handle_and_the_folder_import_without_torch():
+    code = "import sys, rollart.data.training, rollart.data.weights_folder, rollart.learn.advantage as _; "
+    subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)

@@ -58,7 +58,7 @@ def test_folders_of_dead_processes_are_swept_and_those_of_living_ones_stay(tmp_p
     stale, alive = left_behind(tmp_path, dead_pid()), left_behind(tmp_path, os.getpid())
     foreign = tmp_path / "other-99999999-x"
     foreign.mkdir()
-    with WeightsFolder(tmp_path, "maze-2") as mine:
+    with default_folder("maze-2", tmp_path, 10, keep=2, shared_memory=tmp_path / "none") as mine:
         assert not stale.exists()
         assert alive.exists()
         assert foreign.exists()

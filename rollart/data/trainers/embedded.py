@@ -226,6 +226,12 @@ class EmbeddedTrainer:
     def load(self, folder: str) -> None:
         """Go on from a checkpoint, exactly. Raises RunFolderError when it is half-written or of another model."""
         tensors, state = checkpoint.read(folder)
+        reference = _under("reference/", tensors)
+        if self._options.kl_coef and state.steps and not reference:
+            raise RunFolderError(
+                f"checkpoint {folder} was made with train.kl_coef = 0 and holds no reference model; "
+                "resume with train.kl_coef = 0"
+            )
         saved = load_model(folder, "cpu")
         with boundary(RunFolderError, f"checkpoint {folder} is of another model than {self._model_folder}"):
             self._scorer.model.load_state_dict(saved.state_dict())
@@ -233,20 +239,11 @@ class EmbeddedTrainer:
         torch.set_rng_state(tensors["random/torch"])
         self._random.setstate(state.random_state)
         self._steps, self._nonfinite_in_a_row = state.steps, state.nonfinite_in_a_row
-        self._load_reference(folder, _under("reference/", tensors))
-
-    def _load_reference(self, folder: str, tensors: dict[str, Tensor]) -> None:
         self._reference = None
-        if not self._options.kl_coef or not self._steps:
-            return
-        if not tensors:
-            raise RunFolderError(
-                f"checkpoint {folder} was made with train.kl_coef = 0 and holds no reference model; "
-                "resume with train.kl_coef = 0"
-            )
-        self._reference = self._frozen_copy()
-        for name, tensor in unique_tensors(self._reference.model):
-            tensor.copy_(tensors[name])
+        if self._options.kl_coef and reference:
+            self._reference = self._frozen_copy()
+            for name, tensor in unique_tensors(self._reference.model):
+                tensor.copy_(reference[name])
 
 
 def make_optimizer(model: Any, options: TrainConfig) -> torch.optim.AdamW:

@@ -105,7 +105,7 @@ def has_plain_head(model: Any) -> bool:
     leaves small logits nearly alone shows.
     """
     head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []

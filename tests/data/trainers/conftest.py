@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+torch.set_num_threads(1)  # two would fight for the cores
+
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 32,

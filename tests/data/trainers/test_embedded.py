@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rollart.config import TrainConfig
 from rollart.data.trainers import trainer_factory
@@ -289,8 +289,22 @@ def test_a_checkpoint_without_reference_cannot_resume_with_kl(trainer_model, tmp
     made = trainer(trainer_model)
     made.train_step(batch(made))
     made.save(str(tmp_path / "saved"))
+    other = trainer(trainer_model, kl_coef=0.1)
+    before = weights(other)
     with pytest.raises(RunFolderError, match="kl_coef = 0"):
-        trainer(trainer_model, kl_coef=0.1).load(str(tmp_path / "saved"))
+        other.load(str(tmp_path / "saved"))
+    assert_same(weights(other), before)
+
+
+def test_a_checkpoint_of_another_model_is_refused(trainer_model, tmp_path):
+    made = trainer(trainer_model)
+    config = LlamaConfig(
+        vocab_size=33, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    trainer(tmp_path / "other").save(str(tmp_path / "saved"))
+    with pytest.raises(RunFolderError, match="of another model"):
+        made.load(str(tmp_path / "saved"))
 
 
 # ------------------------------------------------------------------------------------------------------------- warm-up
