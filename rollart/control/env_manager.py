@@ -1,9 +1,9 @@
 """EnvManager: the life of one trajectory, from reset to its reward, as one coroutine (paper section 4).
 
 Invariants: `run` raises nothing but CancelledError, because every other fault is data on its trajectory; the
-environment is closed and its KV released on every way out, also when reset was only half done; what the model generated is
-kept as tokens and never re-tokenised. There is no barrier with other trajectories, unless a `Lockstep` is passed in.
-What it leaves out: who starts it, and whether its trajectory is trained on.
+environment is closed and its KV released on every way out, also when reset was only half done; what the model
+generated is kept as tokens and never re-tokenised. There is no barrier with other trajectories, unless a `Lockstep` is
+passed in. What it leaves out: who starts it, and whether its trajectory is trained on.
 """
 
 from __future__ import annotations

@@ -231,8 +231,10 @@ class GroupBook:
         live = [entry for entry in self._entries.values() if entry.state != "training"]
         return [each for entry in live for each in self._end(entry, "aborted", "cancelled", requeue=False)]
 
-    def restore(self, ready: Sequence[Group], training: Sequence[Group]) -> None:
-        """Enter groups that a checkpoint kept complete."""
+    def restore(self, counts: GroupCounts, ready: Sequence[Group], training: Sequence[Group]) -> None:
+        """Enter groups that a checkpoint kept complete; those that were open are admitted anew by the caller."""
+        self.counts = counts
+        counts.admitted = sum(counts.ends.values())
         for group in (*training, *ready):
             members = [
                 _Member(n, each.trajectory_id, 0, each.start_version, each.num_generated_tokens, each)

@@ -79,12 +79,13 @@ class Ledger:
         self.ages: Counter[int] = Counter()
         self.lags: Counter[int] = Counter()
         self.aborted: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
+        self.discarded: Counter[str] = Counter()
         self._waits_s: defaultdict[str, float] = defaultdict(float)
         self._train_s = 0.0
         self._generating_s = 0.0
         self._kept = _Lengths()
-        self._all = _Lengths()
+        self._finished = _Lengths()
+        self._redundant = _Lengths()
 
     # ------------------------------------------------------------------------------------------------------- waits
     @contextmanager
@@ -136,13 +137,13 @@ class Ledger:
 
     def ended(self, trajectory: Trajectory) -> None:
         """A trajectory has ended by itself."""
-        self._all.add(trajectory)
+        self._finished.add(trajectory)
 
     def lost(self, trajectory: Trajectory, reason: str, aborted: bool) -> None:
-        """A trajectory that nobody will train on; one aborted as redundant counts with the tokens it had."""
-        (self.aborted if aborted else self.failed)[reason] += 1
+        """A trajectory that nobody will train on; `aborted` where it was still wanted a moment ago."""
+        (self.aborted if aborted else self.discarded)[reason] += 1
         if aborted and reason == "redundant":
-            self._all.add(trajectory)
+            self._redundant.add(trajectory)
 
     # ---------------------------------------------------------------------------------------------------- snapshot
     @property
@@ -151,17 +152,22 @@ class Ledger:
         return self._generating_s / self._train_s if self._train_s else 0.0
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data. `waits_s`: the trainer's waits by cause, and `training`, the rollout's wait for the trainer."""
+        """Plain data. `waits_s`: the trainer's waits by cause, and `training`, the rollout's wait for the trainer.
+
+        `tokens_*_mean`: generated tokens per trajectory that was trained, that finished, and that was aborted as
+        redundant (what it had by its last whole turn). Kept far below the others means: redundancy favours the short.
+        """
         return {
             "waits_s": {**self.clock.waited_s, **self._waits_s, "training": self.clock.rollout_waited_s},
             "age_histogram": _sorted(self.ages),
             "lag_histogram": _sorted(self.lags),
             "aborted": dict(self.aborted),
-            "discarded": dict(self.failed),
+            "discarded": dict(self.discarded),
             "overlap": self.overlap,
             "train_s": self._train_s,
             "tokens_kept_mean": self._kept.mean,
-            "tokens_all_mean": self._all.mean,
+            "tokens_finished_mean": self._finished.mean,
+            "tokens_redundant_mean": self._redundant.mean,
             "running": dict(self.clock.counts),
         }
 

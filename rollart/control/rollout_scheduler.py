@@ -1,8 +1,8 @@
 """RolloutScheduler: obeys the group book with real coroutines, and keeps the slots filled.
 
 Invariants: every running trajectory is one task of the loop, listed in `_running` until it ended or was aborted; an
-abort cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is left. A
-run that cannot go on says so through `fail`, with the last causes, and never hangs.
+abort cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is
+left. A run that cannot go on says so through `fail`, with the last causes, and never hangs.
 What it leaves out: decisions on members, slots and staleness (`group_book.py`) and on order (`task_source.py`).
 """
 
@@ -102,7 +102,7 @@ class RolloutScheduler:
 
     def trained(self, batch: Batch) -> None:
         """train_step has consumed the batch: its slots are free."""
-        self._in_hand.remove(batch)
+        self._in_hand = [each for each in self._in_hand if each is not batch]
         self.book.trained(batch.groups)
         for group in batch.groups:
             self._source.settled(group.spec)
@@ -141,8 +141,8 @@ class RolloutScheduler:
         self._in_hand = msgspec.convert(state["in_hand"], list[Batch])
         self._resumed = deque(self._in_hand)
         ready = msgspec.convert(state["ready"], list[Group])
-        self.book.counts = msgspec.convert(state["counts"], GroupCounts)
-        self.book.restore(ready, [group for batch in self._in_hand for group in batch.groups])
+        in_hand = [group for batch in self._in_hand for group in batch.groups]
+        self.book.restore(msgspec.convert(state["counts"], GroupCounts), ready, in_hand)
         self._buffer.put(ready)
 
     def live(self) -> dict[str, int]:

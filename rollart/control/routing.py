@@ -96,7 +96,7 @@ class Router:
         return self._workers[name].load
 
     def choose(self, trajectory_id: str, tag: str, num_tokens: int) -> str:
-        """The worker for one request of `num_tokens`; counts it as outstanding. Raises ResourceError if there is none."""
+        """The worker for a request of `num_tokens`, now outstanding. Raises ResourceError when there is no worker."""
         home = self._class_for(tag)
         worker = home.least()
         sticky = self._sticky.get(trajectory_id)

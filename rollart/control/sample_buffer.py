@@ -47,6 +47,10 @@ class ReadyGroups:
         """Forget a group; harmless when it is not here."""
         self._groups.pop(group_id, None)
 
+    def too_old(self, group: Group, version: int) -> bool:
+        """Whether the group could not be taken at `version`, whatever else is taken."""
+        return version - start_version(group) > self._staleness.oldest
+
     def evict(self, version: int) -> list[Group]:
         """Take out what is too old at `version`."""
         ages = ((group.spec.group_id, version - start_version(group)) for group in self._oldest_first())
@@ -72,15 +76,19 @@ class SampleBuffer:
         self._version = version
         self._evicted = evicted
         self._changed = asyncio.Event()
+        self._wanted = 0
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def put(self, groups: Iterable[Group]) -> None:
-        """Groups are complete: wake the trainer."""
+        """Groups are complete: wake the trainer when they fill its batch, or one is stale and holds a slot in vain."""
+        stale = False
         for group in groups:
             self._ready.add(group)
-        self._changed.set()
+            stale = stale or self._ready.too_old(group, self._version())
+        if stale or len(self._ready) >= self._wanted:
+            self._changed.set()
 
     def discard(self, group_id: str) -> None:
         """A group was dropped."""
@@ -88,6 +96,7 @@ class SampleBuffer:
 
     async def get_batch(self, num_groups: int) -> Batch:
         """Step 1 of the protocol (paper section 5): evict the stale, then wait for `num_groups`, oldest first."""
+        self._wanted = num_groups
         while True:
             version = self._version()
             if evicted := self._ready.evict(version):

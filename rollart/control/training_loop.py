@@ -17,8 +17,8 @@ Where rollout overlaps training, steps 2 to 4 bring the weights of the previous 
 background. Otherwise step 6 comes first and is awaited, and its own weights arrive before the next get_batch.
 
 Invariants: workers and trainer hold the same version when train_step begins; an evaluation sees one version; a
-train_step that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery, which
-are the hooks' and the pipeline's business.
+train_step that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery,
+which are the hooks' and the pipeline's business.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TrainingLoop:
         return self._stop.is_set()
 
     async def run(self) -> None:
-        """Train `config.steps` steps in all. Raises what ends the run: WorkerDied, WeightsError, RolloutError, TrainError."""
+        """Train `config.steps` steps in all. Raises WorkerDied, WeightsError, RolloutError or TrainError."""
         await self._supervisor.guard(self._run())
 
     async def _run(self) -> None:

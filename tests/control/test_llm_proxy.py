@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollart.control.llm_proxy import LLMProxy
+from rollart.errors import GenerationError, RollartError, WeightsError, WorkerDied
+from rollart.types import GenRequest, Sampling
+from tests.fakes import FakeInference, FakeStore
+from tests.virtual_time import run_virtual
+
+
+def request(name: str, trajectory_id: str = "") -> GenRequest:
+    return GenRequest(name, trajectory_id or name, [1, 2, 3], Sampling())
+
+
+def engines(num: int = 2, **options: object) -> list[FakeInference]:
+    store = FakeStore({0, 1})
+    return [FakeInference(store, f"w{n}", **options) for n in range(num)]  # type: ignore[arg-type]
+
+
+def test_requests_are_spread_and_stay_with_their_trajectory() -> None:
+    async def main() -> list[list[str]]:
+        workers = engines()
+        proxy = LLMProxy(workers)
+        for turn in range(3):
+            await asyncio.gather(*(proxy.generate(request(f"r{turn}{t}", t)) for t in "ab"))
+        assert proxy.num_in_flight == 0
+        return [[r.trajectory_id for r in worker.requests] for worker in workers]
+
+    assert run_virtual(main()) == [["a", "a", "a"], ["b", "b", "b"]]
+
+
+def test_suspend_holds_new_requests_at_the_gate_and_keeps_the_tokens_of_those_in_flight() -> None:
+    async def main() -> None:
+        (worker,) = engines(1)
+        worker.version = 0
+        proxy = LLMProxy([worker])
+        flying = asyncio.ensure_future(proxy.generate(request("old")))
+        await asyncio.sleep(0.15)
+        await proxy.suspend()
+        waiting = asyncio.ensure_future(proxy.generate(request("new")))
+        await asyncio.sleep(5.0)
+        assert [r.request_id for r in worker.requests] == ["old"]
+        await proxy.update(1)
+        await proxy.resume()
+        assert (await flying).versions == [0, 1, 1]
+        assert (await waiting).versions == [1, 1, 1]
+        assert proxy.version == 1
+
+    run_virtual(main())
+
+
+def test_abort_ends_requests_at_the_gate_and_on_workers() -> None:
+    async def main() -> None:
+        (worker,) = engines(1, num_tokens=lambda request: 50)
+        proxy = LLMProxy([worker])
+        flying = asyncio.ensure_future(proxy.generate(request("r1", "t1")))
+        await asyncio.sleep(0.35)
+        proxy.abort("t1")
+        result = await flying
+        assert (result.finish_reason, len(result.tokens)) == ("abort", 3)
+        await proxy.suspend()
+        waiting = asyncio.ensure_future(proxy.generate(request("r2", "t2")))
+        await asyncio.sleep(1.0)
+        proxy.abort("t2")
+        assert (await waiting).finish_reason == "abort"
+        assert worker.aborted == ["r1"]
+        assert proxy.num_in_flight == 0
+        proxy.abort("unknown")
+
+    run_virtual(main())
+
+
+def test_an_error_of_one_request_names_its_worker_and_spares_the_run() -> None:
+    async def main() -> None:
+        (worker,) = engines(1)
+        worker.failing = lambda request: True
+        fatal: list[RollartError] = []
+        proxy = LLMProxy([worker], fatal=fatal.append)
+        with pytest.raises(GenerationError, match="inference worker 'w0', generate: the engine is out of KV memory"):
+            await proxy.generate(request("r"))
+        assert fatal == []
+
+    run_virtual(main())
+
+
+def test_a_dead_worker_is_reported_as_fatal() -> None:
+    async def main() -> None:
+        workers = engines()
+        workers[0].dead = "killed"
+        fatal: list[RollartError] = []
+        proxy = LLMProxy(workers, fatal=fatal.append)
+        with pytest.raises(WorkerDied, match="inference worker 'w0', generate: killed"):
+            await proxy.generate(request("r"))
+        assert len(fatal) == 1
+
+    run_virtual(main())
+
+
+def test_an_update_that_fails_names_worker_and_version_and_leaves_the_version() -> None:
+    async def main() -> None:
+        proxy = LLMProxy(engines())
+        with pytest.raises(WeightsError, match="'w0', update to version 9: version 9 was not published"):
+            await proxy.update(9)
+        assert proxy.version == 0
+
+    run_virtual(main())
