@@ -84,7 +84,9 @@ class Checkpoints:
             raise RunFolderError(f"{self.folder}: no complete checkpoint; the run ended before its first one")
         chosen = known[-1] if step is None else step
         if chosen not in known:
-            raise RunFolderError(f"{self.folder}: no checkpoint of step {chosen}; there are: {', '.join(map(str, known))}")
+            raise RunFolderError(
+                f"{self.folder}: no checkpoint of step {chosen}; there are: {', '.join(map(str, known))}"
+            )
         source = self.path(chosen) / "control.msgpack"
         try:
             state = msgspec.msgpack.decode(source.read_bytes(), type=ControlState)

@@ -105,6 +105,7 @@ class Observer:
             self._view.warn(f"step {summary.step} was skipped: loss or gradient is not finite")
         values = {**self._metrics.flush(), **self._step_values(summary)}
         self._folder.write_metrics(summary.step, values)
+        self._folder.write_batch(summary.step, batch.groups, batch.version)
         self._update_tasks(values)
         every = self._config.log.trajectories_every
         if every and summary.step % every == 0:
@@ -140,7 +141,9 @@ class Observer:
                 self._view.warn(f"evaluation: {task.failed} of {task.episodes} episodes of task {name!r} failed")
         self._folder.write_metrics(step, values)
         self._folder.write_trajectories(step, self._some(result.trajectories), label="eval")
-        line = ", ".join(f"{name} success {task.success:.2f} reward {task.reward:.3f}" for name, task in result.tasks.items())
+        line = ", ".join(
+            f"{name} success {task.success:.2f} reward {task.reward:.3f}" for name, task in result.tasks.items()
+        )
         self._folder.log(f"evaluation after step {step}: {line}")
         self._view.say(f"evaluation after step {step}: {line}")
         self._update_tasks({})
@@ -224,7 +227,11 @@ class Observer:
     # ----------------------------------------------------------------------------------------------------- figures
     def _step_values(self, summary: StepSummary) -> dict[str, float]:
         report, account = summary.report, self._ledger.snapshot()
-        ages = [summary.batch.version - (each.start_version or 0) for group in summary.batch.groups for each in group.trajectories]
+        ages = [
+            summary.batch.version - (each.start_version or 0)
+            for group in summary.batch.groups
+            for each in group.trajectories
+        ]
         return {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,

@@ -12,7 +12,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,7 @@ async def start_workers(
             "weights": weights,
         }
         wanted.append(("training-0", "training", options))
-    starting = [
-        asyncio.ensure_future(runtime.spawn(name, f"{ROLES}:{role}", kwargs)) for name, role, kwargs in wanted
-    ]
+    starting = [asyncio.ensure_future(runtime.spawn(name, f"{ROLES}:{role}", kwargs)) for name, role, kwargs in wanted]
     try:
         handles = await asyncio.gather(*starting)
     except BaseException:
@@ -179,9 +177,7 @@ async def model_folder(name: str) -> Path:
 class _Run:
     """One call of `train`."""
 
-    def __init__(
-        self, config: Config, folder: RunFolder, view: View, state: ControlState | None, began: float
-    ) -> None:
+    def __init__(self, config: Config, folder: RunFolder, view: View, state: ControlState | None, began: float) -> None:
         self._config, self._folder, self._view, self._state = config, folder, view, state
         self._began = began
         self._usage = Usage()
@@ -352,7 +348,7 @@ async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Any:
+def _signals(handler: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handler)

@@ -2,6 +2,7 @@
 
     config.toml                     the resolved config, with the command above it
     metrics.jsonl                   one line per step
+    batches.jsonl                   one line per step: which groups and trajectories were trained on, and their ages
     tensorboard/                    the same as events
     trajectories/step-000010.txt    sampled conversations for people, .jsonl with tokens and masks for programs
     checkpoints/step-000050/        filled by `checkpoint.py`
@@ -34,7 +35,7 @@ from rollart.config import Config, load, to_toml
 from rollart.errors import RunFolderError, boundary
 from rollart.files import Appender, Opener, cut_half_line, open_raw, write_atomic
 from rollart.transcript import as_jsonl, as_text, printable
-from rollart.types import Trajectory
+from rollart.types import Group, Trajectory
 
 Warn = Callable[[str], None]
 Clock = Callable[[], float]
@@ -72,9 +73,10 @@ class RunFolder:
         self._clock = clock
         self._failing: set[str] = set()
         self._lock = _locked(path)
-        for name in ("metrics.jsonl", "run.log"):
+        for name in ("metrics.jsonl", "batches.jsonl", "run.log"):
             cut_half_line(path / name)
         self._metrics = Appender(path / "metrics.jsonl", opener)
+        self._batches = Appender(path / "batches.jsonl", opener)
         self._log = Appender(path / "run.log", opener)
         self._events = self._new_events() if tensorboard else None
 
@@ -118,6 +120,21 @@ class RunFolder:
         if self._events:
             self._append(self._events, event_file.records(now, step, values))
 
+    def write_batch(self, step: int, groups: Sequence[Group], version: int) -> None:
+        """One line of batches.jsonl: the audit of what was trained on; `version`: at get_batch, from which ages count."""
+        rows = [
+            {
+                "group": group.spec.group_id,
+                "task": group.spec.task,
+                "seed": group.spec.seed,
+                "trajectories": [each.trajectory_id for each in group.trajectories],
+                "rewards": [each.reward for each in group.trajectories],
+                "ages": [version - (each.start_version or 0) for each in group.trajectories],
+            }
+            for group in groups
+        ]
+        self._append(self._batches, msgspec.json.encode({"step": step, "groups": rows}) + b"\n")
+
     def write_trajectories(self, step: int, trajectories: Sequence[Trajectory], label: str = "step") -> None:
         """`trajectories/<label>-<step>.txt` and `.jsonl`."""
         stem = f"trajectories/{label}-{step:06d}"
@@ -148,13 +165,17 @@ class RunFolder:
         self._append(self._log, f"{stamp} {line}\n".encode("utf-8", "backslashreplace"))
 
     def rewind(self, step: int) -> None:
-        """Forget metrics of later steps, before a resumed run makes them again. Raises RunFolderError."""
-        path = self.path / "metrics.jsonl"
+        """Forget metrics and batches of later steps, before a resumed run makes them again. Raises RunFolderError."""
+        self._metrics = self._rewound("metrics.jsonl", step)
+        self._batches = self._rewound("batches.jsonl", step)
+
+    def _rewound(self, name: str, step: int) -> Appender:
+        path = self.path / name
         with boundary(RunFolderError, str(path)):
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             kept = [line for line in lines if msgspec.json.decode(line)["step"] <= step]
             write_atomic(path, b"".join(kept), self._opener)
-            self._metrics = Appender(path, self._opener)
+        return Appender(path, self._opener)
 
     def close(self) -> None:
         """Let another process write the folder. Closing twice is harmless."""
