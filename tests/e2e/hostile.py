@@ -47,7 +47,7 @@ class LowerCase:
 class Faulty(Friendly):
     """Does `fault` in every `every`-th call of `where`, counted over all environments of the process."""
 
-    _calls: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     _lock = threading.Lock()
 
     def __init__(self, fault: Fault, where: Literal["reset", "step"] = "step", every: int = 1) -> None:
@@ -64,8 +64,8 @@ class Faulty(Friendly):
     def _is_due(self) -> bool:
         kind = f"{self._fault} in {self._where}"
         with self._lock:
-            self._calls[kind] += 1
-            due = self._calls[kind] % self._every == 0
+            self.calls[kind] += 1
+            due = self.calls[kind] % self._every == 0
             seen[kind] += due
         return due
 
