@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,19 @@ class Friendly:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", float(len(action) % 2 == 0), True, False, {}
+
+
+class Speechless(Friendly):
+    """Rewards nothing, says nothing, and shows by example how to answer nothing."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, True, False, {}
+
+    def sample_action(self, rng: random.Random) -> str:
+        return ""
 
 
 class LowerCase:
