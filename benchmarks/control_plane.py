@@ -21,6 +21,7 @@ from benchmarks.report import arguments, report
 from rollart.config import from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
+from rollart.control.garbage import relax_collector
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -147,6 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     num_turns, repeats = (20_000, 1) if args.quick else (300_000, 3)
     rows, summary = [], {}
+    relax_collector()
     for num_trajectories in (100, 1_000, 10_000):
         gc.collect()
         runs = [asyncio.run(microseconds_per_turn(num_trajectories, num_turns)) for _ in range(repeats)]

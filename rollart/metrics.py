@@ -279,8 +279,9 @@ class Status(Struct, frozen=True, kw_only=True):
     train_s: float = 0.0
     """Seconds in train_step, within the window."""
     trainer_waits: dict[str, float] = field(default_factory=dict)
-    """Seconds that the trainer waited, by cause: generation, environment, reward, weights, evaluation, checkpoint."""
+    """Seconds that the trainer waited, by cause. For a batch, by the stage of what is running: reset, generate, step,
+    score, nothing_running; else weights, suspended, evaluation, checkpoint."""
     engine_waits: dict[str, float] = field(default_factory=dict)
-    """Seconds that the engines had nothing to do, by cause: environment, reward, slots, iteration, suspended,
-    weights."""
+    """Seconds that the engines had nothing to do, by cause: training (no slot is free until it ends), reset, step,
+    score, suspended, weights, iteration."""
     window_s: float = 0.0

@@ -41,8 +41,8 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], machine: str) -> str:
 def _task(spec: TaskSpec, specs: Mapping[str, TaskSpec]) -> str:
     share = spec.weight / (sum(other.weight for other in specs.values()) or 1)
     return (
-        f"{share:.0%} of the groups, at most {spec.max_turns} turns of {spec.max_turn_tokens} tokens, "
-        f"{spec.max_tokens} in all; success from reward {spec.success_reward:g}"
+        f"{share:.0%} of the groups, at most {spec.max_turns} x {spec.max_turn_tokens} generated tokens, "
+        f"{spec.max_tokens} tokens in all; success from reward {spec.success_reward:g}"
     )
 
 

@@ -118,7 +118,7 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   mini-batches  1 per batch, of 16 groups",
         "#   sampling      temperature 1, top_p 1, no top_k",
         "#   devices       rollout on cpu, training on cpu; this machine has: cpu (2 cores)",
-        "#   task maze     75% of the groups, at most 16 turns of 64 tokens, 1024 in all",
+        "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
 

@@ -86,6 +86,7 @@ class Life:
 
     def take(self, result: GenResult) -> None:
         index, request = self.requests.pop(result.request_id)
+        assert result.finish_reason in ("length", "abort")
         scores = [self.model.score(request.prompt, result.tokens, other) for other in (False, True)]
         expected = [scores[version % 2][i] for i, version in enumerate(result.versions)]
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)

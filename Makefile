@@ -1,0 +1,54 @@
+# The few verbs of this project. `make train` and `make test` need git, make and Python 3.11 or newer, nothing else.
+#
+#   make train                     train with configs/default.toml
+#   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
+#   make test                      all tests; ARGS="tests/test_cli.py -x" for some
+#   make lint                      style, types, layers
+#   make bench                     the quick benchmarks, into benchmarks/out/
+#
+# PYTHON=/path/to/python3.12 chooses another interpreter, VENV=/path another place for the environment.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
+VENV ?= .venv
+CONFIG ?= configs/default.toml
+ARGS ?=
+BENCHMARKS ?= control_plane engine schedules
+BIN := $(VENV)/bin
+
+# One thread per process: rollout and training share the cores, and more threads than cores only thrash.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train test lint bench env
+
+help:
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
+
+train: env
+	@$(BIN)/rollart train $(CONFIG) $(ARGS)
+
+test: env
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: env
+	@mkdir -p benchmarks/out
+	@set -e; for name in $(BENCHMARKS); do \
+	    echo "benchmarks/$$name.py"; \
+	    $(BIN)/python benchmarks/$$name.py --quick --json benchmarks/out/$$name.json $(ARGS); \
+	done
+
+# The stamp is written last, so that an installation that was interrupted is begun again.
+env: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11 or name another: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is too old ($$($(PYTHON) --version)); Python 3.11 or newer is needed: make PYTHON=/path/to/python"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "Installing into $(VENV) (once, a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
