@@ -180,7 +180,7 @@ class InlineRuntime:
         self._building = asyncio.Lock()
 
     async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
-        """Build `target(**kwargs)` here, one worker at a time: transformers cannot load two models at once in one process.
+        """Build `target(**kwargs)` here, one at a time, as transformers cannot load two models at once in a process.
 
         Raises what the construction raised.
         """
