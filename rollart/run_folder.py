@@ -1,6 +1,6 @@
 """The folder of one run: what was asked, what was measured, what the model said, and where it can go on.
 
-    config.toml                     the resolved config, with the command above it
+    config.toml                     the resolved config, with the command above it (and those that resumed the run)
     metrics.jsonl                   one line per step
     batches.jsonl                   one line per step: which groups and trajectories were trained on, and their ages
     tensorboard/                    the same as events
@@ -98,8 +98,7 @@ class RunFolder:
         with boundary(RunFolderError, f"log.folder {config.log.folder!r}"):
             parent.mkdir(parents=True, exist_ok=True)
             path = _new_folder(parent, config.log.name or _default_name(command, clock()))
-            heading = f"# rollart {__version__}\n# {' '.join(printable(shlex.join(command)).split())}\n"
-            write_atomic(path / "config.toml", (heading + to_toml(config)).encode(), opener)
+            write_atomic(path / "config.toml", _config_text(config, command), opener)
             folder = cls(path, config.log.tensorboard, opener, warn, clock)
         folder._point_latest()
         return folder
@@ -112,6 +111,12 @@ class RunFolder:
         folder = _existing(Path(path))
         with boundary(RunFolderError, f"run folder {str(path)!r}"):
             return cls(folder, resolved_config(folder).log.tensorboard, opener, warn, clock)
+
+    def write_config(self, config: Config, command: Sequence[str]) -> bool:
+        """Replace the config of a run that is resumed with another; the commands so far stay above it."""
+        text = (self.path / "config.toml").read_text(encoding="utf-8")
+        earlier = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
+        return self.write("config.toml", "".join(earlier).encode() + _config_text(config, command))
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One line of metrics.jsonl, with the time in seconds since 1970, and one TensorBoard event."""
@@ -213,14 +218,15 @@ class RunFolder:
         if name in self._failing:
             return
         self._failing.add(name)
-        self._note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
+        self.note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
 
     def _worked(self, name: str, lost: int = 0) -> None:
         if name in self._failing:
             self._failing.remove(name)
-            self._note(f"{self.path / name}: can be written again; {lost} records were lost")
+            self.note(f"{self.path / name}: can be written again; {lost} records were lost")
 
-    def _note(self, problem: str) -> None:
+    def note(self, problem: str) -> None:
+        """A warning: shown, logged, and listed in the summary."""
         self.problems.append(problem)
         self._warn(problem)
         self.log(f"warning: {problem}")
@@ -234,7 +240,12 @@ class RunFolder:
         except OSError as error:
             with suppress(OSError):
                 beside.unlink()
-            self._note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
+            self.note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
+
+
+def _config_text(config: Config, command: Sequence[str]) -> bytes:
+    heading = f"# rollart {__version__}\n# {' '.join(printable(shlex.join(command)).split())}\n"
+    return (heading + to_toml(config)).encode()
 
 
 def _existing(folder: Path) -> Path:
