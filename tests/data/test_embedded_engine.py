@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SHAPE, VOCABULARY, TinyModel
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -24,6 +23,7 @@ from transformers import (
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.errors import ConfigError, GenerationError
 from rollart.types import GenRequest, GenResult, Sampling
+from tests.data.tiny_models import SHAPE, VOCABULARY, TinyModel
 
 TOLERANCE = 1e-4
 

@@ -13,12 +13,12 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import LETTERS, VOCABULARY, TinyModel
 
 from rollart.data.engines import create_engine, engine_factory
 from rollart.errors import ConfigError, GenerationError, WeightsError
 from rollart.protocols import Engine
 from rollart.types import GenRequest, GenResult, Sampling
+from tests.data.tiny_models import LETTERS, VOCABULARY, TinyModel
 
 ENGINE_NAMES = ["embedded"]
 TOLERANCE = 1e-4
