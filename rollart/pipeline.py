@@ -39,7 +39,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
-from rollart.errors import ConfigError, RollartError
+from rollart.errors import ConfigError
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.protocols import Runtime, WorkerHandle

@@ -9,7 +9,28 @@ import psutil
 import pytest
 import torch
 
+from rollart.pipeline import train
 from tests.e2e.laboratory import Laboratory
+
+EASY = """
+steps = 14
+[tasks.shouting]
+env = "tests.e2e.hostile:Shouting"
+max_turn_tokens = 8
+[rollout]
+groups_per_batch = 4
+group_size = 6
+engine_slots = 32
+[train]
+learning_rate = 2e-2
+lr_warmup_steps = 0
+[eval]
+every = 0
+episodes = 4
+[log]
+checkpoint_every = 10
+trajectories_every = 7
+"""
 
 
 @pytest.fixture
@@ -33,3 +54,10 @@ def _watched(place: Laboratory) -> Iterator[Laboratory]:
             process.end()
     assert place.weights() == []
     assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.fixture(scope="package")
+def trained(first_lab: Laboratory) -> Path:
+    """The folder of a run with a process per worker, long enough to learn an easy task."""
+    assert train(first_lab.config(text=EASY)) == 0
+    return first_lab.run

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rollart.types import RewardRequest
 
@@ -45,23 +45,23 @@ class Speechless(Friendly):
         return ""
 
 
-class LowerCase:
-    """Two turns, each worth up to 1/2 for an answer of small letters: learned in a few steps, even from nothing."""
+class Shouting:
+    """Two turns, each worth up to 1/2 for an answer in capital letters: learned in a few steps, even from nothing."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self._turn = 0
-        return f"whisper {(seed or 0) % 10}", {}
+        return f"shout {(seed or 0) % 10}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turn += 1
-        share = sum("a" <= char <= "z" for char in action) / max(1, len(action))
-        return "again", min(1.0, share / 0.8) / 2, self._turn == 2, False, {}
+        share = sum("A" <= char <= "Z" for char in action) / max(1, len(action))
+        return "again", min(1.0, share / 0.4) / 2, self._turn == 2, False, {}
 
 
 class Faulty(Friendly):
     """Does `fault` in every `every`-th call of `where`, counted over all environments of the process."""
 
-    calls: Counter[str] = Counter()
+    calls: ClassVar[Counter[str]] = Counter()
     _lock = threading.Lock()
 
     def __init__(self, fault: Fault, where: Literal["reset", "step"] = "step", every: int = 1) -> None:
