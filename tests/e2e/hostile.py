@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from rollart.types import RewardRequest
 
 seen: Counter[str] = Counter()
 
-Fault = Literal["hang", "raise", "exit", "none", "nan", "slow"]
+Fault = Literal["hang", "interrupt", "raise", "exit", "none", "nan", "slow"]
 
 
 class Friendly:
@@ -86,6 +87,9 @@ class Faulty(Friendly):
     def _misbehave(self, answer: tuple[Any, ...]) -> Any:
         match self._fault:
             case "hang":
+                threading.Event().wait()
+            case "interrupt":
+                signal.raise_signal(signal.SIGINT)
                 threading.Event().wait()
             case "raise":
                 raise KeyError("no such page")

@@ -9,8 +9,10 @@ import pytest
 
 from rollart.cli import main
 from rollart.control.task_source import TaskSource
+from rollart.pipeline import train
 from rollart.run_folder import checkpoints
 from rollart.tasks import registry
+from tests.e2e.hostile import Faulty
 from tests.e2e.laboratory import PATIENCE_S, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -25,6 +27,14 @@ turns_max = 2
 step_latency_s = 0.02
 """
 )
+
+INTERRUPTS_DURING_THE_SECOND_EVALUATION = """
+[tasks.faulty]
+env = "tests.e2e.hostile:Faulty"
+options = { fault = "interrupt", where = "reset", every = 2 }
+weight = 0
+reset_timeout_s = 1000
+"""
 
 
 def test_an_interrupted_run_goes_on_in_the_same_order_and_trains_nothing_twice(lab: Laboratory) -> None:
@@ -41,7 +51,9 @@ def test_an_interrupted_run_goes_on_in_the_same_order_and_trains_nothing_twice(l
     again.until(lambda: steps_done(lab.run) >= done + 2, "two more steps")
     workers = again.workers()
     assert len(workers) == 3, "an engine, a trainer, an environment worker"
+    again.worker("training-0").suspend()
     again.send(signal.SIGINT)
+    again.until(lambda: "stopping after this step" in again.text(), "its end")
     again.send(signal.SIGINT)
     assert again.wait() == 130, again.text()
     assert not any(map(psutil.Process.is_running, workers)), "nothing outlives the command"
@@ -70,6 +82,16 @@ def check_order(lab: Laboratory) -> None:
     assert all(position <= index for index, position in fresh), "a task that is queued again only comes later"
     requeued = sum(summary(lab.run)["groups"]["causes"].get(cause, 0) for cause in ("stale", "env_error"))
     assert all(index - position <= requeued for index, position in fresh if position <= index)
+
+
+def test_an_interrupt_does_not_wait_for_an_evaluation(lab: Laboratory) -> None:
+    Faulty.calls.clear()
+    text = SMALL + INTERRUPTS_DURING_THE_SECOND_EVALUATION
+    assert train(lab.config("steps=1000", "eval.every=2", text=text)) == 130
+    (done,) = checkpoints(lab.run)
+    assert done in (2, 3)
+    assert (summary(lab.run)["outcome"], summary(lab.run)["steps"]) == ("stopped", done)
+    check_audit(lab.run, steps=done, alpha=1)
 
 
 def test_an_interrupt_before_the_first_step_ends_the_run_cleanly(lab: Laboratory) -> None:

@@ -1,4 +1,4 @@
-"""The main job, with a process for every worker: it learns, accounts for itself, and can be looked at and gone on with."""
+"""The main job, with a process for every worker: it learns, gives its account, and can be evaluated and continued."""
 
 from __future__ import annotations
 
