@@ -211,6 +211,7 @@ class _Run:
         self._observer: Observer | None = None
         self._main: asyncio.Task[None] | None = None
         self._interrupts = 0
+        self._summarised = False
 
     async def to_the_end(self) -> int:
         """Run; write the summary on every way out."""
@@ -228,7 +229,7 @@ class _Run:
                 raise
             finally:
                 if self._observer is not None:
-                    self._folder.write_summary(self._observer.summary(outcome))
+                    self._summarised = self._folder.write_summary(self._observer.summary(outcome))
         self._folder.log(outcome)
         self._say_end(outcome)
         return 0 if outcome == "completed" else 130
@@ -245,7 +246,7 @@ class _Run:
     def _say_end(self, outcome: str) -> None:
         path = self._folder.path
         if outcome == "completed":
-            self._view.say(f"done: {path}/summary.json")
+            self._view.say(f"done: {path}/summary.json" if self._summarised else f"done: {path}, without a summary")
         elif self._checkpoints.steps():
             self._view.say(f"{outcome}; go on with: rollart train --resume {path}")
         else:

@@ -10,7 +10,8 @@
     run.log                         warnings and milestones with their time
 
 Invariant: no reader ever sees half a line or half a file, and no failing disk ends a run that has begun: it is warned
-of once per file, listed in `problems`, and tried again with every later write. One process at a time writes a folder.
+of once per file or folder of files, listed in `problems`, and tried again with every later write. One process at a time
+writes a folder.
 What this file leaves out: what a checkpoint holds.
 """
 
@@ -23,6 +24,7 @@ import shlex
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +73,7 @@ class RunFolder:
         self._opener = opener
         self._warn = warn
         self._clock = clock
-        self._failing: set[str] = set()
+        self._failing: Counter[str] = Counter()
         self._lock = _locked(path)
         for name in ("metrics.jsonl", "batches.jsonl", "run.log"):
             cut_half_line(path / name)
@@ -154,13 +156,14 @@ class RunFolder:
     def write(self, name: str, data: bytes) -> bool:
         """Replace a file of the folder whole. False when it could not be written; the run goes on."""
         path = self.path / name
+        warned_of = name.partition("/")[0]  # once for all files of a folder
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data, self._opener)
         except OSError as error:
-            self._failed(name, error)
+            self._failed(warned_of, error)
             return False
-        self._worked(name)
+        self._worked(warned_of, 0 if name == warned_of else self._failing[warned_of])
         return True
 
     def log(self, text: str) -> None:
@@ -168,6 +171,12 @@ class RunFolder:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._clock()))
         line = printable(text).replace("\n", "\n    ")
         self._append(self._log, f"{stamp} {line}\n".encode("utf-8", "backslashreplace"))
+
+    def note(self, problem: str) -> None:
+        """A warning: shown, logged, and listed in the summary."""
+        self.problems.append(problem)
+        self._warn(problem)
+        self.log(f"warning: {problem}")
 
     def rewind(self, step: int) -> None:
         """Forget metrics and batches of later steps, before a resumed run makes them again. Raises RunFolderError."""
@@ -215,21 +224,13 @@ class RunFolder:
             appender.lost = 0
 
     def _failed(self, name: str, error: OSError) -> None:
-        if name in self._failing:
-            return
-        self._failing.add(name)
-        self.note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
+        self._failing[name] += 1
+        if self._failing[name] == 1:
+            self.note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
 
-    def _worked(self, name: str, lost: int = 0) -> None:
-        if name in self._failing:
-            self._failing.remove(name)
+    def _worked(self, name: str, lost: int) -> None:
+        if self._failing.pop(name, 0):
             self.note(f"{self.path / name}: can be written again; {lost} records were lost")
-
-    def note(self, problem: str) -> None:
-        """A warning: shown, logged, and listed in the summary."""
-        self.problems.append(problem)
-        self._warn(problem)
-        self.log(f"warning: {problem}")
 
     def _point_latest(self) -> None:
         latest = self.path.parent / "latest"

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import os
 import random
 import signal
 import threading
@@ -89,6 +89,7 @@ class Faulty(Friendly):
             case "hang":
                 threading.Event().wait()
             case "interrupt":
+                time.sleep(1.0)  # until the run waits for this call
                 signal.raise_signal(signal.SIGINT)
                 threading.Event().wait()
             case "raise":
@@ -104,29 +105,25 @@ class Faulty(Friendly):
 
 
 class FillsDisk(Friendly):
-    """Fills the file system of `place` before its `first`-th reset and makes room again before its `last`-th."""
+    """Fills the file system of `place` at the resets whose numbers are in `fill`, makes room at those in `free`."""
 
     _resets = itertools.count(1)
 
-    def __init__(self, place: str, first: int, last: int) -> None:
-        self._ballast, self._first, self._last = Path(place) / "ballast", first, last
+    def __init__(self, place: str, fill: list[int], free: list[int]) -> None:
+        self._ballast, self._fill_at, self._free_at = Path(place) / "ballast", fill, free
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         number = next(self._resets)
-        if number == self._first:
+        if number in self._fill_at:
             self._fill()
-        elif number == self._last:
+        elif number in self._free_at:
             self._ballast.unlink()
         return super().reset(seed)
 
     def _fill(self) -> None:
-        with self._ballast.open("wb", buffering=0) as file:
-            for size in (4096, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    os.sync()
+        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
 
 
 def _every_third(request: RewardRequest) -> bool:

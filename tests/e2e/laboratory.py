@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,18 @@ tensorboard = false
 
 
 class Process:
-    """`rollart` at work in a process of its own. `workers` are added as they are seen."""
+    """`rollart` at work in a process of its own; `prefix` is a command that runs it."""
 
-    def __init__(self, words: list[str], output: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, words: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> None:
         self.output = output
         with output.open("ab") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rollart", *words],
+                [*prefix, sys.executable, "-m", "rollart", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             )
         self.pid = self._popen.pid
 
@@ -121,15 +121,15 @@ class Laboratory:
         """The folder of the first run."""
         return self.folder / "runs" / self.name
 
-    def start(self, *words: str, text: str = SMALL, **environment: str) -> Process:
+    def start(self, *words: str, text: str = SMALL, prefix: Sequence[str] = ()) -> Process:
         """`rollart train` on `text` with overrides, in a process of its own."""
         toml = self.folder / "config.toml"
         toml.write_text(text)
-        return self.launch("train", str(toml), *self.overrides(*words), **environment)
+        return self.launch("train", str(toml), *self.overrides(*words), prefix=prefix)
 
-    def launch(self, *words: str, **environment: str) -> Process:
+    def launch(self, *words: str, prefix: Sequence[str] = ()) -> Process:
         """`rollart` with these words, in a process of its own."""
-        process = Process(list(words), self.folder / f"output-{len(self.processes)}.txt", environment)
+        process = Process(words, self.folder / f"output-{len(self.processes)}.txt", prefix)
         self.processes.append(process)
         return process
 
