@@ -22,8 +22,8 @@ def test_a_stop_string_at_position_zero_ends_a_turn_after_its_first_token(lab: L
     check_audit(lab.run, steps=3, alpha=1)
     sampled = [line for path in lab.run.glob("trajectories/step-*.jsonl") for line in lines(path)]
     lengths = [sum(line["loss_mask"]) for line in sampled]
-    assert lengths
-    assert sum(length == 1 for length in lengths) > len(lengths) / 2
+    assert min(lengths) == 1
+    assert sum(lengths) < 8 * len(lengths) / 2
 
 
 def test_a_model_that_has_learned_to_say_nothing_is_trained_on_with_a_warning(lab: Laboratory) -> None:

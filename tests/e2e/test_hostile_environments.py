@@ -32,8 +32,8 @@ def faulty(fault: str, where: str, every: int) -> str:
 env = "tests.e2e.hostile:Faulty"
 options = {{ fault = "{fault}", where = "{where}", every = {every} }}
 max_turn_tokens = 4
-reset_timeout_s = 0.5
-step_timeout_s = 0.5
+reset_timeout_s = 0.3
+step_timeout_s = 0.3
 env_retries = 0
 """
 
@@ -69,8 +69,8 @@ def test_a_mixture_of_faults_completes_and_siblings_of_a_failed_member_are_train
 @pytest.mark.parametrize(
     ("task", "cause"),
     [
-        (faulty("hang", "step", 1), "step of task 'hang_in_step' did not answer within 0.5 s"),
-        (faulty("hang", "reset", 1), "reset of task 'hang_in_reset' did not answer within 0.5 s"),
+        (faulty("hang", "step", 1), "step of task 'hang_in_step' did not answer within 0.3 s"),
+        (faulty("hang", "reset", 1), "reset of task 'hang_in_reset' did not answer within 0.3 s"),
         (faulty("raise", "step", 1), "KeyError: 'no such page' (hostile.py:"),
         (faulty("none", "reset", 1), "reset of task 'none_in_reset' returned None; expected (observation, info)"),
         (faulty("nan", "step", 1), "returned reward float nan; expected a finite number"),

@@ -17,8 +17,9 @@ from tests.e2e.laboratory import PATIENCE_S, SMALL, Laboratory, batches, check_a
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+# A bound that nothing reaches: what grows stale is queued again, which shifts the indices of those behind it.
 LOCAL = (
-    SMALL.replace('runtime = "inline"', 'runtime = "local"')
+    SMALL.replace('runtime = "inline"', 'runtime = "local"\nalpha = 4')
     + """
 [tasks.synthetic]
 max_turn_tokens = 4
@@ -38,14 +39,14 @@ reset_timeout_s = 1000
 
 
 def test_an_interrupted_run_goes_on_in_the_same_order_and_trains_nothing_twice(lab: Laboratory) -> None:
-    first = lab.start("steps=1000", text=LOCAL)
+    first = lab.start("steps=1000", "rollout.zero_variance=keep", text=LOCAL)
     first.until(lambda: steps_done(lab.run) >= 3, "its third step")
     first.send(signal.SIGINT)
     assert first.wait() == 130, first.text()
     (done,) = checkpoints(lab.run)
     assert f"go on with: rollart train --resume {lab.run}" in first.text()
     assert (summary(lab.run)["outcome"], summary(lab.run)["steps"]) == ("stopped", done)
-    check_audit(lab.run, steps=done, alpha=1)
+    check_audit(lab.run, steps=done, alpha=4)
 
     again = lab.launch("train", "--resume", str(lab.run), f"steps={done + 1000}")
     again.until(lambda: steps_done(lab.run) >= done + 2, "two more steps")
@@ -62,26 +63,21 @@ def test_an_interrupted_run_goes_on_in_the_same_order_and_trains_nothing_twice(l
     end = checkpoints(lab.run)[-1] + 4
     assert main(["train", "--resume", str(lab.run), f"steps={end}", "runtime=inline"]) == 0
     assert summary(lab.run)["outcome"] == "completed"
-    check_audit(lab.run, steps=end, alpha=1)
+    check_audit(lab.run, steps=end, alpha=4)
     check_order(lab)
     metrics = [line["step"] for line in lines(lab.run / "metrics.jsonl") if "train/loss" in line]
     assert metrics == list(range(1, end + 1))
 
 
 def check_order(lab: Laboratory) -> None:
-    """Tasks and seeds are those that the run's seed alone gives, in the order of the groups' indices."""
+    """The n-th group has the n-th task and seed of the run's seed, before, between and after the interrupts."""
     config = lab.config(text=LOCAL)
     source = TaskSource(config.seed, registry.specs(config))
-    found = sorted(
-        (int(group["group"][1:]), (group["task"], group["seed"]))
-        for batch in batches(lab.run)
-        for group in batch["groups"]
-    )
-    positions = {source.draw(position): position for position in range(found[-1][0] + 1)}
-    fresh = [(index, positions[drawn]) for index, drawn in found]
-    assert all(position <= index for index, position in fresh), "a task that is queued again only comes later"
-    requeued = sum(summary(lab.run)["groups"]["causes"].get(cause, 0) for cause in ("stale", "env_error"))
-    assert all(index - position <= requeued for index, position in fresh if position <= index)
+    groups = [group for batch in batches(lab.run) for group in batch["groups"]]
+    indices = [int(group["group"][1:]) for group in groups]
+    assert [(group["task"], group["seed"]) for group in groups] == [source.draw(index) for index in indices]
+    missing = set(range(max(indices))) - set(indices)
+    assert len(missing) <= summary(lab.run)["groups"]["causes"]["cancelled"], "a group was lost at an interrupt"
 
 
 def test_an_interrupt_does_not_wait_for_an_evaluation(lab: Laboratory) -> None:
