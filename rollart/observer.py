@@ -38,6 +38,7 @@ class Totals(Struct):
     """Counts of the whole run, kept across resumes."""
 
     wall_s: float = 0.0
+    train_loop_s: float = 0.0
     cpu_s: float = 0.0
     trajectories: int = 0
     tokens: int = 0
@@ -83,7 +84,7 @@ class Observer:
         self._checkpoints, self._save_trainer = checkpoints, save_trainer
         self._scheduler, self._proxy, self._ledger = scheduler, proxy, ledger
         self._metrics, self._usage, self.totals = metrics, usage, totals
-        self._earlier = (totals.wall_s, totals.cpu_s)
+        self._earlier = (totals.wall_s, totals.train_loop_s, totals.cpu_s)
         self._began = began
         self._step = self._first_step = step
         self._loop_began = time.monotonic()
@@ -125,6 +126,7 @@ class Observer:
             version=step,
             scheduler=self._scheduler.snapshot(),
             totals=_plain(self.totals),
+            ledger=self._ledger.state(),
         )
         try:
             await self._checkpoints.write(state, self._save_trainer)
@@ -272,8 +274,9 @@ class Observer:
 
     def _clock(self) -> None:
         self._usage.sample()
-        wall_s, cpu_s = self._earlier
+        wall_s, train_loop_s, cpu_s = self._earlier
         self.totals.wall_s = wall_s + time.monotonic() - self._began
+        self.totals.train_loop_s = train_loop_s + time.monotonic() - self._loop_began
         self.totals.cpu_s = cpu_s + self._usage.cpu_s
         self.totals.peak_rss_bytes = max(self.totals.peak_rss_bytes, self._usage.peak_rss_bytes)
 
@@ -289,7 +292,7 @@ class Observer:
             "tokens": totals.tokens,
             "wall_s": totals.wall_s,
             "cpu_s": totals.cpu_s,
-            "train_loop_s": time.monotonic() - self._loop_began,
+            "train_loop_s": totals.train_loop_s,
             "peak_rss_bytes": totals.peak_rss_bytes,
             "alpha": self._config.effective_alpha,
             "schedule": self._config.schedule,

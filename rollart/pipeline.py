@@ -307,6 +307,7 @@ class _Run:
         totals = Totals()
         if state is not None:
             scheduler.restore(state.scheduler)
+            ledger.restore(state.ledger)
             totals = msgspec.convert(state.totals, Totals)
         self._observer = observer = Observer(
             config,

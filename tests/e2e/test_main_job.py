@@ -105,7 +105,8 @@ def test_a_completed_run_goes_on_to_more_steps(trained: Path, lab: Laboratory) -
     check_audit(run, steps=16, alpha=1)
     found = summary(run)
     assert found["steps"] == 16
-    assert found["trajectories"] == 16 * 4 * 6
+    assert found["trajectories"] == sum(found["age_histogram"].values()) == 16 * 4 * 6
+    assert found["waits_s"]["generate"] >= summary(trained)["waits_s"]["generate"]
     assert resolved_config(run).steps == 16
     commands = [line for line in (run / "config.toml").read_text().splitlines() if line.startswith("# ")]
     assert len(commands) == 4
