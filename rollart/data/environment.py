@@ -141,6 +141,8 @@ class RemoteEnvironment:
             return
         try:
             await worker.call("close", env_id)
+        except WorkerDied:
+            return  # which is said once, by whoever watches the worker
         except WorkerError as error:
             log.warning("close of %s on %s: %s", env_id, worker.name, error)
 

@@ -14,11 +14,20 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from rollart.types import RewardRequest
 
 seen: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def count(kind: str) -> int:
+    """One more of `kind`; how many there were."""
+    with _lock:
+        seen[kind] += 1
+        return seen[kind]
+
 
 Fault = Literal["hang", "interrupt", "raise", "exit", "none", "nan", "slow"]
 
@@ -27,10 +36,16 @@ class Friendly:
     """One turn, rewarded by whether the answer's length is even: something that differs within every group."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        if not getattr(self, "is_open", False):
+            self.is_open = True
+            count("opened")
         return f"say something {(seed or 0) % 10}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", float(len(action) % 2 == 0), True, False, {}
+
+    def close(self) -> None:
+        count("closed")
 
 
 class Speechless(Friendly):
@@ -62,9 +77,6 @@ class Shouting:
 class Faulty(Friendly):
     """Does `fault` in every `every`-th call of `where`, counted over all environments of the process."""
 
-    calls: ClassVar[Counter[str]] = Counter()
-    _lock = threading.Lock()
-
     def __init__(self, fault: Fault, where: Literal["reset", "step"] = "step", every: int = 1) -> None:
         self._fault, self._where, self._every = fault, where, every
 
@@ -78,11 +90,10 @@ class Faulty(Friendly):
 
     def _is_due(self) -> bool:
         kind = f"{self._fault} in {self._where}"
-        with self._lock:
-            self.calls[kind] += 1
-            due = self.calls[kind] % self._every == 0
-            seen[kind] += due
-        return due
+        if count(f"calls of {kind}") % self._every:
+            return False
+        count(kind)
+        return True
 
     def _misbehave(self, answer: tuple[Any, ...]) -> Any:
         match self._fault:
@@ -127,9 +138,7 @@ class FillsDisk(Friendly):
 
 
 def _every_third(request: RewardRequest) -> bool:
-    with Faulty._lock:
-        seen[request.task] += 1
-        return seen[request.task] % 3 == 0
+    return count(request.task) % 3 == 0
 
 
 def raises(request: RewardRequest) -> float:

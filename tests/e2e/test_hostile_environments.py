@@ -8,7 +8,7 @@ import pytest
 
 from rollart.cli import main
 from rollart.pipeline import train
-from tests.e2e.hostile import Faulty, seen
+from tests.e2e.hostile import seen
 from tests.e2e.laboratory import SMALL, Laboratory, batches, check_audit, lines, summary
 
 pytestmark = pytest.mark.e2e
@@ -49,14 +49,13 @@ max_turn_tokens = 4
 
 def test_a_mixture_of_faults_completes_and_siblings_of_a_failed_member_are_trained_on(lab: Laboratory) -> None:
     seen.clear()
-    Faulty.calls.clear()
     text = SMALL + "".join(faulty(fault, where, every=4) for fault, where in FAULTS)
     text += rewarded("raises") + rewarded("not_a_number")
     assert train(lab.config("steps=12", "rollout.groups_per_batch=4", "rollout.zero_variance=keep", text=text)) == 0
     check_audit(lab.run, steps=12, alpha=1)
     found = summary(lab.run)
     assert found["outcome"] == "completed"
-    assert {f"{fault} in {where}" for fault, where in FAULTS} | {"raises", "not_a_number"} <= set(+seen)
+    assert {f"{fault} in {where}" for fault, where in FAULTS} | {"raises", "not_a_number"} <= set(seen)
     assert found["discarded"]["env_error"] > 0
     assert found["discarded"]["reward_error"] > 0
     stopped = [line for line in lines(lab.run / "metrics.jsonl") if line.get("stopped/env_error")]
@@ -64,6 +63,12 @@ def test_a_mixture_of_faults_completes_and_siblings_of_a_failed_member_are_train
     groups = [group for batch in batches(lab.run) for group in batch["groups"]]
     attempts = [{name.rpartition("-")[2] for name in group["trajectories"]} for group in groups]
     assert any({"a0", "a1"} <= each for each in attempts), "a failed member runs again, its siblings live on"
+
+
+def test_every_environment_that_was_opened_is_closed_at_the_end(lab: Laboratory) -> None:
+    seen.clear()
+    assert train(lab.config()) == 0
+    assert seen["opened"] == seen["closed"] > 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rollart.control.task_source import TaskSource
 from rollart.pipeline import train
 from rollart.run_folder import checkpoints
 from rollart.tasks import registry
-from tests.e2e.hostile import Faulty
+from tests.e2e.hostile import seen
 from tests.e2e.laboratory import PATIENCE_S, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -81,7 +81,7 @@ def check_order(lab: Laboratory) -> None:
 
 
 def test_an_interrupt_does_not_wait_for_an_evaluation(lab: Laboratory) -> None:
-    Faulty.calls.clear()
+    seen.clear()
     text = SMALL + INTERRUPTS_DURING_THE_SECOND_EVALUATION
     assert train(lab.config("steps=1000", "eval.every=2", text=text)) == 130
     (done,) = checkpoints(lab.run)
