@@ -33,6 +33,7 @@ class ControlState(Struct):
     version: int
     scheduler: dict[str, Any]
     totals: dict[str, Any]
+    ledger: dict[str, Any]
     format: int = FORMAT
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,17 +25,20 @@ from rollart.control.training_loop import StepSummary
 from rollart.errors import RunFolderError
 from rollart.metrics import Metrics, Status, TaskStatus
 from rollart.run_folder import RunFolder
-from rollart.types import EngineStats, Trajectory
+from rollart.types import FAILED, EngineStats, Trajectory
 from rollart.usage import Usage
 
 REFRESH_S = 0.5
 WINDOW_S = 20.0
+COLLAPSED = 0.9
+"""Share of empty answers in a batch from which the policy has collapsed."""
 
 
 class Totals(Struct):
     """Counts of the whole run, kept across resumes."""
 
     wall_s: float = 0.0
+    train_loop_s: float = 0.0
     cpu_s: float = 0.0
     trajectories: int = 0
     tokens: int = 0
@@ -81,12 +84,13 @@ class Observer:
         self._checkpoints, self._save_trainer = checkpoints, save_trainer
         self._scheduler, self._proxy, self._ledger = scheduler, proxy, ledger
         self._metrics, self._usage, self.totals = metrics, usage, totals
-        self._earlier = (totals.wall_s, totals.cpu_s)
+        self._earlier = (totals.wall_s, totals.train_loop_s, totals.cpu_s)
         self._began = began
         self._step = self._first_step = step
         self._loop_began = time.monotonic()
         self._loss: float | None = None
         self._phase = "evaluation"
+        self._collapsed = False
         self._tasks: dict[str, TaskStatus] = {name: TaskStatus() for name in config.tasks}
         self._samples: deque[Sample] = deque()
         self._stages: dict[str, float] = {}
@@ -102,11 +106,12 @@ class Observer:
         self.totals.skipped_steps += report.skipped
         self.totals.canary_max = max(self.totals.canary_max, summary.canary)
         if report.skipped:
-            self._view.warn(f"step {summary.step} was skipped: loss or gradient is not finite")
+            self._folder.note(f"step {summary.step} was skipped: loss or gradient is not finite")
         values = {**self._metrics.flush(), **self._step_values(summary)}
         self._folder.write_metrics(summary.step, values)
         self._folder.write_batch(summary.step, batch.groups, batch.version)
         self._update_tasks(values)
+        self._look_for_collapse(summary.step, trajectories)
         every = self._config.log.trajectories_every
         if every and summary.step % every == 0:
             self._folder.write_trajectories(summary.step, self._some(trajectories))
@@ -121,13 +126,12 @@ class Observer:
             version=step,
             scheduler=self._scheduler.snapshot(),
             totals=_plain(self.totals),
+            ledger=self._ledger.state(),
         )
         try:
             await self._checkpoints.write(state, self._save_trainer)
         except RunFolderError as error:
-            self._view.warn(str(error))
-            self._folder.log(f"warning: {error}")
-            self._folder.problems.append(str(error))
+            self._folder.note(str(error))
         self._phase = "training"
 
     async def evaluated(self, step: int, result: EvalResult) -> None:
@@ -138,7 +142,7 @@ class Observer:
             self.totals.last[name] = task
             values |= {f"eval/{name}/{key}": getattr(task, key) for key in ("success", "reward", "turns", "tokens")}
             if task.failed:
-                self._view.warn(f"evaluation: {task.failed} of {task.episodes} episodes of task {name!r} failed")
+                self._folder.note(_failures(name, task, result.trajectories))
         self._folder.write_metrics(step, values)
         self._folder.write_trajectories(step, self._some(result.trajectories), label="eval")
         line = ", ".join(
@@ -213,6 +217,17 @@ class Observer:
         while self._samples[-1].at - self._samples[0].at > WINDOW_S:
             self._samples.popleft()
 
+    def _look_for_collapse(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Say once when the policy has learned to say nothing."""
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+        empty = sum(not turn.action_text.strip() for turn in turns)
+        if empty > COLLAPSED * len(turns) and not self._collapsed:
+            self._collapsed = True
+            self._folder.note(
+                f"step {step}: {empty} of {len(turns)} answers are empty; the policy may have collapsed: look at the "
+                "rewards, or lower train.learning_rate"
+            )
+
     def _update_tasks(self, values: dict[str, float]) -> None:
         for name, task in self._tasks.items():
             first, last = self.totals.first.get(name), self.totals.last.get(name)
@@ -259,8 +274,9 @@ class Observer:
 
     def _clock(self) -> None:
         self._usage.sample()
-        wall_s, cpu_s = self._earlier
+        wall_s, train_loop_s, cpu_s = self._earlier
         self.totals.wall_s = wall_s + time.monotonic() - self._began
+        self.totals.train_loop_s = train_loop_s + time.monotonic() - self._loop_began
         self.totals.cpu_s = cpu_s + self._usage.cpu_s
         self.totals.peak_rss_bytes = max(self.totals.peak_rss_bytes, self._usage.peak_rss_bytes)
 
@@ -276,7 +292,7 @@ class Observer:
             "tokens": totals.tokens,
             "wall_s": totals.wall_s,
             "cpu_s": totals.cpu_s,
-            "train_loop_s": time.monotonic() - self._loop_began,
+            "train_loop_s": totals.train_loop_s,
             "peak_rss_bytes": totals.peak_rss_bytes,
             "alpha": self._config.effective_alpha,
             "schedule": self._config.schedule,
@@ -301,6 +317,14 @@ def _first_and_last(totals: Totals, name: str) -> dict[str, float]:
         "tokens_last": last.tokens,
         "episodes": last.episodes,
     }
+
+
+def _failures(name: str, task: TaskResult, trajectories: list[Trajectory]) -> str:
+    failed = [each for each in trajectories if each.task == name and each.stop_reason in FAILED]
+    (cause, _), *_ = Counter(each.cause for each in failed).most_common(1)
+    return (
+        f"evaluation: {task.failed} of {task.episodes} episodes of task {name!r} failed, most often because of {cause}"
+    )
 
 
 def _window(first: Sample, last: Sample) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
-from rollart.errors import ConfigError, RollartError
+from rollart.errors import ConfigError
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.protocols import Runtime, WorkerHandle
@@ -51,6 +52,15 @@ from rollart.usage import Usage
 ROLES = "rollart.data.roles"
 CANARY_TEXT = "The canary sings 0 1 2 3 4 5 6 7 8 9, up and down, left and right, from the start to the goal."
 WARMUP_BATCH_TOKENS = 4096
+FIXED = (
+    "seed",
+    "schedule",
+    "effective_alpha",
+    "rollout.groups_per_batch",
+    "rollout.group_size",
+    "rollout.extra_groups",
+)
+"""What a resumed run cannot change."""
 
 
 def train(config: Config, resume: Path | None = None) -> int:
@@ -62,11 +72,13 @@ def train(config: Config, resume: Path | None = None) -> int:
                 return asyncio.run(_Run(config, folder, view, None, began).to_the_end())
         state = _resumable(config, resume)
         with RunFolder.open(resume, warn=view.warn) as folder:
+            folder.write_config(config, sys.argv)
             folder.rewind(state.step)
             return asyncio.run(_Run(config, folder, view, state, began).to_the_end())
 
 
 def _resumable(config: Config, run: Path) -> ControlState:
+    _check_same_data(config, resolved_config(run))
     state = Checkpoints(run / "checkpoints", config.log.checkpoints_kept).read()
     if state.step >= config.steps:
         raise ConfigError(
@@ -74,6 +86,17 @@ def _resumable(config: Config, run: Path) -> ControlState:
             f"steps={state.step + config.steps}"
         )
     return state
+
+
+def _check_same_data(config: Config, earlier: Config) -> None:
+    """What open and finished groups of a checkpoint depend on must not change. Raises ConfigError."""
+    for key in FIXED:
+        wanted, was = (reduce(getattr, key.split("."), each) for each in (config, earlier))
+        if wanted != was:
+            raise ConfigError(f"{key}: {wanted} differs from the {was} of the run to resume; leave it as it was")
+    for name in earlier.tasks:
+        if name not in config.tasks:
+            raise ConfigError(f"tasks.{name}: the run to resume has this task; leave it, with weight 0 if unwanted")
 
 
 def evaluate(run: Path, episodes: int | None = None, checkpoint: int | None = None) -> int:
@@ -164,7 +187,12 @@ async def model_folder(name: str) -> Path:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate()
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
         raise ConfigError(lines[-1] if lines else f"model.name: {name!r} cannot be loaded")
@@ -183,25 +211,25 @@ class _Run:
         self._observer: Observer | None = None
         self._main: asyncio.Task[None] | None = None
         self._interrupts = 0
+        self._summarised = False
 
     async def to_the_end(self) -> int:
         """Run; write the summary on every way out."""
         self._main = asyncio.ensure_future(self._work())
-        outcome = "completed"
+        outcome = "interrupted"
         with _signals(self._interrupt):
             try:
                 await self._main
-                if self._loop is not None and self._loop.stopping:
-                    outcome = "stopped"
+                outcome = "stopped" if self._loop is not None and self._loop.stopping else "completed"
             except asyncio.CancelledError:
-                outcome = "interrupted"
-            except RollartError as error:
+                pass
+            except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
                 self._folder.log(f"error: {outcome}")
                 raise
             finally:
                 if self._observer is not None:
-                    self._folder.write_summary(self._observer.summary(outcome))
+                    self._summarised = self._folder.write_summary(self._observer.summary(outcome))
         self._folder.log(outcome)
         self._say_end(outcome)
         return 0 if outcome == "completed" else 130
@@ -218,7 +246,7 @@ class _Run:
     def _say_end(self, outcome: str) -> None:
         path = self._folder.path
         if outcome == "completed":
-            self._view.say(f"done: {path}/summary.json")
+            self._view.say(f"done: {path}/summary.json" if self._summarised else f"done: {path}, without a summary")
         elif self._checkpoints.steps():
             self._view.say(f"{outcome}; go on with: rollart train --resume {path}")
         else:
@@ -286,6 +314,7 @@ class _Run:
         totals = Totals()
         if state is not None:
             scheduler.restore(state.scheduler)
+            ledger.restore(state.ledger)
             totals = msgspec.convert(state.totals, Totals)
         self._observer = observer = Observer(
             config,

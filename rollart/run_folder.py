@@ -1,6 +1,6 @@
 """The folder of one run: what was asked, what was measured, what the model said, and where it can go on.
 
-    config.toml                     the resolved config, with the command above it
+    config.toml                     the resolved config, with the command above it (and those that resumed the run)
     metrics.jsonl                   one line per step
     batches.jsonl                   one line per step: which groups and trajectories were trained on, and their ages
     tensorboard/                    the same as events
@@ -10,7 +10,8 @@
     run.log                         warnings and milestones with their time
 
 Invariant: no reader ever sees half a line or half a file, and no failing disk ends a run that has begun: it is warned
-of once per file, listed in `problems`, and tried again with every later write. One process at a time writes a folder.
+of once per file or folder of files, listed in `problems`, and tried again with every later write. One process at a time
+writes a folder.
 What this file leaves out: what a checkpoint holds.
 """
 
@@ -23,6 +24,7 @@ import shlex
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +73,7 @@ class RunFolder:
         self._opener = opener
         self._warn = warn
         self._clock = clock
-        self._failing: set[str] = set()
+        self._failing: Counter[str] = Counter()
         self._lock = _locked(path)
         for name in ("metrics.jsonl", "batches.jsonl", "run.log"):
             cut_half_line(path / name)
@@ -98,8 +100,7 @@ class RunFolder:
         with boundary(RunFolderError, f"log.folder {config.log.folder!r}"):
             parent.mkdir(parents=True, exist_ok=True)
             path = _new_folder(parent, config.log.name or _default_name(command, clock()))
-            heading = f"# rollart {__version__}\n# {' '.join(printable(shlex.join(command)).split())}\n"
-            write_atomic(path / "config.toml", (heading + to_toml(config)).encode(), opener)
+            write_atomic(path / "config.toml", _config_text(config, command), opener)
             folder = cls(path, config.log.tensorboard, opener, warn, clock)
         folder._point_latest()
         return folder
@@ -112,6 +113,12 @@ class RunFolder:
         folder = _existing(Path(path))
         with boundary(RunFolderError, f"run folder {str(path)!r}"):
             return cls(folder, resolved_config(folder).log.tensorboard, opener, warn, clock)
+
+    def write_config(self, config: Config, command: Sequence[str]) -> bool:
+        """Replace the config of a run that is resumed with another; the commands so far stay above it."""
+        text = (self.path / "config.toml").read_text(encoding="utf-8")
+        earlier = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
+        return self.write("config.toml", "".join(earlier).encode() + _config_text(config, command))
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One line of metrics.jsonl, with the time in seconds since 1970, and one TensorBoard event."""
@@ -149,13 +156,14 @@ class RunFolder:
     def write(self, name: str, data: bytes) -> bool:
         """Replace a file of the folder whole. False when it could not be written; the run goes on."""
         path = self.path / name
+        warned_of = name.partition("/")[0]  # once for all files of a folder
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data, self._opener)
         except OSError as error:
-            self._failed(name, error)
+            self._failed(warned_of, error)
             return False
-        self._worked(name)
+        self._worked(warned_of, 0 if name == warned_of else self._failing[warned_of])
         return True
 
     def log(self, text: str) -> None:
@@ -163,6 +171,12 @@ class RunFolder:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._clock()))
         line = printable(text).replace("\n", "\n    ")
         self._append(self._log, f"{stamp} {line}\n".encode("utf-8", "backslashreplace"))
+
+    def note(self, problem: str) -> None:
+        """A warning: shown, logged, and listed in the summary."""
+        self.problems.append(problem)
+        self._warn(problem)
+        self.log(f"warning: {problem}")
 
     def rewind(self, step: int) -> None:
         """Forget metrics and batches of later steps, before a resumed run makes them again. Raises RunFolderError."""
@@ -210,20 +224,13 @@ class RunFolder:
             appender.lost = 0
 
     def _failed(self, name: str, error: OSError) -> None:
-        if name in self._failing:
-            return
-        self._failing.add(name)
-        self._note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
+        self._failing[name] += 1
+        if self._failing[name] == 1:
+            self.note(f"{self.path / name}: cannot be written: {error.strerror or error}; the run goes on without it")
 
-    def _worked(self, name: str, lost: int = 0) -> None:
-        if name in self._failing:
-            self._failing.remove(name)
-            self._note(f"{self.path / name}: can be written again; {lost} records were lost")
-
-    def _note(self, problem: str) -> None:
-        self.problems.append(problem)
-        self._warn(problem)
-        self.log(f"warning: {problem}")
+    def _worked(self, name: str, lost: int) -> None:
+        if self._failing.pop(name, 0):
+            self.note(f"{self.path / name}: can be written again; {lost} records were lost")
 
     def _point_latest(self) -> None:
         latest = self.path.parent / "latest"
@@ -234,7 +241,12 @@ class RunFolder:
         except OSError as error:
             with suppress(OSError):
                 beside.unlink()
-            self._note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
+            self.note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
+
+
+def _config_text(config: Config, command: Sequence[str]) -> bytes:
+    heading = f"# rollart {__version__}\n# {' '.join(printable(shlex.join(command)).split())}\n"
+    return (heading + to_toml(config)).encode()
 
 
 def _existing(folder: Path) -> Path:

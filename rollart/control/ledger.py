@@ -21,6 +21,7 @@ from rollart.types import EngineStats, Trajectory
 
 STAGES = ("reset", "generate", "step", "score")
 IDLE = "nothing_running"
+COUNTERS = ("ages", "lags", "aborted", "discarded")
 
 
 class StageClock:
@@ -145,7 +146,29 @@ class Ledger:
         if aborted and reason == "redundant":
             self._redundant.add(trajectory)
 
-    # ---------------------------------------------------------------------------------------------------- snapshot
+    # ------------------------------------------------------------------------------------------- checkpoints, snapshot
+    def state(self) -> dict[str, Any]:
+        """Plain data that `restore` reads back."""
+        return {
+            **{name: dict(getattr(self, name)) for name in COUNTERS},
+            "stages_s": dict(self.clock.waited_s),
+            "rollout_waited_s": self.clock.rollout_waited_s,
+            "waits_s": dict(self._waits_s),
+            "train_s": self._train_s,
+            "generating_s": self._generating_s,
+            "lengths": [[each.num, each.tokens] for each in (self._kept, self._finished, self._redundant)],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the accounts of the run that is resumed."""
+        for name in COUNTERS:
+            getattr(self, name).update(state[name])
+        self.clock.waited_s.update(state["stages_s"])
+        self.clock.rollout_waited_s = state["rollout_waited_s"]
+        self._waits_s.update(state["waits_s"])
+        self._train_s, self._generating_s = state["train_s"], state["generating_s"]
+        self._kept, self._finished, self._redundant = (_Lengths(*pair) for pair in state["lengths"])
+
     @property
     def overlap(self) -> float:
         """Share of training time during which tokens were generated, the mean over workers; 0 to 1."""
@@ -173,17 +196,17 @@ class Ledger:
 
 
 class _Lengths:
-    def __init__(self) -> None:
-        self._num = 0
-        self._tokens = 0
+    def __init__(self, num: int = 0, tokens: int = 0) -> None:
+        self.num = num
+        self.tokens = tokens
 
     def add(self, trajectory: Trajectory) -> None:
-        self._num += 1
-        self._tokens += trajectory.num_generated_tokens
+        self.num += 1
+        self.tokens += trajectory.num_generated_tokens
 
     @property
     def mean(self) -> float:
-        return self._tokens / self._num if self._num else 0.0
+        return self.tokens / self.num if self.num else 0.0
 
 
 def _sorted(histogram: Counter[int]) -> dict[str, int]:

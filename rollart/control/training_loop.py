@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -40,6 +40,8 @@ from rollart.control.weights_check import canary_difference, check_parameters
 from rollart.errors import WeightsError
 from rollart.protocols import TrainHandle
 from rollart.types import TrainBatch, TrainReport
+
+T = TypeVar("T")
 
 
 class StepSummary(Struct, frozen=True):
@@ -132,7 +134,7 @@ class TrainingLoop:
     # ----------------------------------------------------------------------------------------------- the iteration
     async def _iterate(self) -> None:
         """The six steps. The two branches are the whole difference between overlap and alternation."""
-        batch = await self._get_batch()
+        batch = await self._unless_stopped(self._scheduler.get_batch())
         if batch is None:
             return
         if self._config.plan.overlap:
@@ -143,23 +145,25 @@ class TrainingLoop:
             self._launch(batch)
             await self._settle()
 
-    async def _get_batch(self) -> Batch | None:
-        """Step 1; None when the run is asked to stop first."""
-        take = asyncio.ensure_future(self._scheduler.get_batch())
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` returns; None, and `work` is cancelled, when the run is asked to stop first."""
+        result = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return take.result() if take.done() else None
+            await asyncio.wait({result, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return result.result() if result.done() else None
         finally:
-            take.cancel()
+            result.cancel()
             stop.cancel()
-            await asyncio.gather(take, stop, return_exceptions=True)
+            await asyncio.gather(result, stop, return_exceptions=True)
 
     async def _settle(self) -> None:
         """Wait for the running train_step; save, update and evaluate as due; let the next iteration begin."""
         await self._finish_training()
         if self._due(self._config.log.checkpoint_every):
             await self._save()
+        if self._proxy.version != self.step:
+            await self._unless_stopped(self._finish_evaluation())
         if self.stopping:
             return
         await self._update()

@@ -27,6 +27,9 @@ from rollart.types import EnvReply
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 3.0
+"""Environments that end with the run get this long; less than a runtime waits for the worker itself."""
+
 
 class EnvironmentWorker:
     """Lives in a worker process. `tasks`: TaskConfig by name, as plain data; `num_threads`: calls that run at once.
@@ -74,6 +77,15 @@ class EnvironmentWorker:
             hosted.retire()
         else:
             idle.append(hosted)
+
+    async def shutdown(self) -> None:
+        """Close all environments; one that does not close in time is left to the end of the process."""
+        hosted = [*self._running.values(), *(each for idle in self._idle.values() for each in idle)]
+        self._running, self._idle = {}, defaultdict(list)
+        closing = [asyncio.wrap_future(each.retire()) for each in hosted]
+        if closing:
+            _, hung = await asyncio.wait(closing, timeout=CLOSE_S)
+            self._num_hung += len(hung)
 
     async def stats(self) -> dict[str, int]:
         """Environments in use, kept for reuse, and abandoned because they hung."""
@@ -129,6 +141,8 @@ class RemoteEnvironment:
             return
         try:
             await worker.call("close", env_id)
+        except WorkerDied:
+            return  # which is said once, by whoever watches the worker
         except WorkerError as error:
             log.warning("close of %s on %s: %s", env_id, worker.name, error)
 

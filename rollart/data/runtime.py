@@ -177,10 +177,16 @@ class InlineRuntime:
 
     def __init__(self) -> None:
         self._workers: list[InlineWorker] = []
+        self._building = asyncio.Lock()
 
     async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
-        """Build `target(**kwargs)` here. Raises what the construction raised."""
-        host = Host(await asyncio.to_thread(build, target, kwargs))
+        """Build `target(**kwargs)` here, one at a time, as transformers cannot load two models at once in a process.
+
+        Raises what the construction raised.
+        """
+        async with self._building:
+            subject = await asyncio.to_thread(build, target, kwargs)
+        host = Host(subject)
         await host.start()
         worker = InlineWorker(name, host)
         self._workers.append(worker)

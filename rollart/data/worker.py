@@ -8,6 +8,7 @@ outlives its run. What this file leaves out: which object (`roles.py`) and who s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib
 import inspect
@@ -15,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -117,8 +119,12 @@ def main() -> None:
         asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
     except (asyncio.IncompleteReadError, ConnectionError):
         code = 3
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # threads that hang in an environment must not keep the process
 
 

@@ -51,10 +51,11 @@ class HostedEnv:
         what = f"sample_action of task {self.task!r}"
         return self._submit(what, lambda: str(cast(SupportsWarmup, self._built()).sample_action(rng)))
 
-    def retire(self) -> None:
-        """Close the environment after what is still running, without waiting; a hung one is thereby abandoned."""
-        self._submit(f"close of task {self.task!r}", self._close)
+    def retire(self) -> Future[None]:
+        """Close the environment after what is still running; without waiting, a hung one is thereby abandoned."""
+        closing = self._submit(f"close of task {self.task!r}", self._close)
         self._lane.end()
+        return closing
 
     def _submit(self, what: str, call: Callable[[], T]) -> Future[T]:
         future = self._lane.submit(EnvError, what, call)

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from rollart.control.background import Background
 from rollart.control.ledger import Ledger
 from rollart.control.lockstep import Lockstep
+from rollart.control.sample_buffer import Batch
 from rollart.control.supervisor import Supervisor
 from rollart.errors import RolloutError, WorkerDied
-from rollart.types import EngineStats
+from rollart.types import EngineStats, Group, GroupSpec, Trajectory, Turn
 from tests.fakes import FakeWorker
 from tests.virtual_time import run_virtual
 
@@ -57,6 +59,27 @@ def test_overlap_is_the_share_of_training_during_which_workers_generated() -> No
     before = {"a": EngineStats(busy_s=1.0), "b": EngineStats(busy_s=5.0)}
     ledger.overlapped(4.0, before, {"a": EngineStats(busy_s=3.0), "b": EngineStats(busy_s=99.0)})
     assert ledger.overlap == pytest.approx((2.0 + 4.0) / 2 / 4.0)
+
+
+def test_the_accounts_go_on_in_a_resumed_run() -> None:
+    async def scenario() -> Ledger:
+        ledger = Ledger()
+        with ledger.wait("weights"), ledger.waiting_for_batch():
+            await asyncio.sleep(2)
+        ledger.trained(Batch([Group(GroupSpec(0, "t", 0), [spoken("g0-m0-a0", version=3)])], version=4), 5)
+        ledger.lost(spoken("g1-m0-a0", version=4), "redundant", aborted=True)
+        ledger.lost(Trajectory("g1-m1-a0", "g1", "t", 0), "env_error", aborted=False)
+        ledger.overlapped(2.0, {"w": EngineStats()}, {"w": EngineStats(busy_s=1.0)})
+        return ledger
+
+    first, again = run_virtual(scenario()), Ledger()
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(first.state())))
+    assert again.snapshot() == first.snapshot()
+    assert again.snapshot()["age_histogram"] == {"1": 1}
+
+
+def spoken(trajectory_id: str, version: int) -> Trajectory:
+    return Trajectory(trajectory_id, "g0", "t", 0, [Turn([1], [2, 3], [-1.0, -1.0], [version, version])])
 
 
 def test_lockstep_lets_all_go_together_and_a_member_that_leaves_holds_up_nobody() -> None:

@@ -209,7 +209,7 @@ def test_errors_keep_their_class_over_the_wire():
     asyncio.run(main())
 
 
-def test_a_dead_worker_costs_its_episodes_and_gets_no_more():
+def test_a_dead_worker_costs_its_episodes_and_gets_no_more(caplog):
     async def main():
         remote, handles = _remote(2)
         await remote.reset("a", "naughty", 1)
@@ -231,6 +231,7 @@ def test_a_dead_worker_costs_its_episodes_and_gets_no_more():
             await remote.reset("e", "naughty", 1)
 
     asyncio.run(main())
+    assert not caplog.records, "its death is one line, not one for each episode"
 
 
 def test_a_worker_that_fails_in_another_way_is_an_environment_error_too():

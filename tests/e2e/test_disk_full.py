@@ -1,0 +1,63 @@
+"""A disk that is full while a run writes its folder costs what cannot be written, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.laboratory import SMALL, Laboratory, lines
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NAMESPACES = (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"])
+STEPS = 24
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> list[str]:
+    """A command that runs another where file systems can be mounted."""
+    for command in NAMESPACES:
+        if shutil.which("unshare"):
+            done = subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True)
+            if done.returncode == 0:
+                return command
+    pytest.skip("no file system can be mounted: neither as this user nor in a user namespace (unshare, mount)")
+
+
+def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while_and_again_at_the_end(
+    lab: Laboratory, namespace: list[str]
+) -> None:
+    disk, copy = lab.folder / "disk", lab.folder / "copy"
+    disk.mkdir()
+    task = f"""
+[tasks.fills_disk]
+env = "tests.e2e.hostile:FillsDisk"
+options = {{ place = {json.dumps(str(disk))}, fill = [20, 110], free = [60] }}
+max_turn_tokens = 4
+"""
+    mount = 'mount -t tmpfs -o size=8m tmpfs "$0" && "$@"; code=$?; cp -r "$0/runs" "$0/../copy"; exit $code'
+    process = lab.start(
+        *("tasks.friendly.weight=0", f"steps={STEPS}", "log.checkpoint_every=2", "rollout.zero_variance=keep"),
+        *("log.tensorboard=true", "log.trajectories_every=1", f"log.folder={json.dumps(str(disk / 'runs'))}"),
+        text=SMALL + task,
+        prefix=[*namespace, "sh", "-c", mount, str(disk)],
+    )
+    assert process.wait() == 0, process.text()
+    text = process.text()
+    for name in ("metrics.jsonl", "trajectories"):
+        complaint = f"warning: {disk}/runs/{lab.name}/{name}: cannot be written: No space left on device"
+        assert text.count(complaint) == 2, "one warning each time the disk fills up"
+    assert "warning: checkpoint" in text
+    assert "metrics.jsonl: can be written again; 0 records were lost" in text
+    assert f"done: {disk}/runs/{lab.name}, without a summary" in text
+    run = copy / lab.name
+    for name in ("batches.jsonl", "metrics.jsonl"):
+        steps = [line["step"] for line in lines(run / name) if "groups" in line or "train/loss" in line]
+        assert 3 < len(steps) <= STEPS
+        assert steps == list(range(1, len(steps) + 1)), "what waited for room was written when there was some"
+    assert not list(run.rglob("*.tmp"))
+    assert not list(run.rglob("*.part"))

@@ -1,0 +1,53 @@
+"""SIGKILL of a worker or of the driver: a clear end, nothing left over, and a checkpoint from which to go on."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from rollart.cli import main
+from rollart.run_folder import checkpoints
+from tests.e2e.laboratory import PATIENCE_S, Laboratory, check_audit, summary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+LONG = ("runtime=local", "steps=1000", "log.checkpoint_every=1")
+
+
+def test_the_death_of_the_engine_ends_the_run_with_one_clear_line(lab: Laboratory) -> None:
+    process = lab.start(*LONG)
+    process.until(lambda: len(checkpoints(lab.run)) >= 2, "its second checkpoint")
+    workers = process.workers()
+    process.worker("inference-0").kill()
+    assert process.wait() == 1, process.text()
+    (error,) = [line for line in process.text().splitlines() if line.startswith("rollart: error: ")]
+    assert "inference-0" in error
+    assert "SIGKILL" in error
+    assert "Traceback" not in process.text()
+    assert not any(map(psutil.Process.is_running, workers))
+    assert lab.weights() == []
+    outcome = summary(lab.run)["outcome"]
+    assert outcome.startswith("WorkerDied: ")
+    assert "SIGKILL" in outcome
+    goes_on(lab)
+
+
+def test_the_death_of_the_driver_ends_all_workers(lab: Laboratory) -> None:
+    process = lab.start(*LONG)
+    process.until(lambda: len(checkpoints(lab.run)) >= 2, "its second checkpoint")
+    workers = process.workers()
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(workers, PATIENCE_S)
+    assert not alive
+    goes_on(lab)
+    assert lab.weights() == [], "the next run clears up after the dead one"
+
+
+def goes_on(lab: Laboratory) -> None:
+    """The newest checkpoint is whole, and what came after it is made again."""
+    end = checkpoints(lab.run)[-1] + 2
+    assert main(["train", "--resume", str(lab.run), f"steps={end}", "runtime=inline"]) == 0
+    check_audit(lab.run, steps=end, alpha=1)
