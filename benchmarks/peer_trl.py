@@ -16,6 +16,7 @@ mean reward of the last fifth of the trajectories. `total_wall_s` and `total_cpu
     wall_ratio_*    TRL's wall seconds per trained token over ours
     cpu_ratio_*     the same for CPU seconds
     reward_ratio_*  our reward over TRL's; equal numbers of trajectories
+    trl_*           the settings found for TRL
 
 Each ratio is that of the medians of the repetitions; sides alternate, and each repetition has its own seed.
 """
@@ -74,7 +75,6 @@ TASKS = {
 STEPS = {"single": 60, "multi": 40}
 QUICK_STEPS = 5
 WARMUP = ["model.warmup_steps=150", "model.warmup_episodes=1000"]
-QUICK_WARMUP = ["model.warmup_steps=40", "model.warmup_episodes=200"]
 MICRO_BATCHES = (32, 128)
 CALIBRATION_STEPS = 3
 
@@ -85,9 +85,6 @@ class Settings:
 
     threads: int
     micro_batch: int
-
-    def __str__(self) -> str:
-        return f"TRL, {self.threads} thread{'s' * (self.threads > 1)}, {self.micro_batch} at once"
 
 
 QUICK_SETTINGS = Settings(threads=1, micro_batch=32)
@@ -198,12 +195,12 @@ class Variant:
     model: Path
 
     @classmethod
-    def prepare(cls, name: str, folder: Path, steps: int, warmup: list[str]) -> Variant:
+    def prepare(cls, name: str, folder: Path, steps: int) -> Variant:
         """Write the config and warm up the weights, by a run whose one step of training changes next to nothing."""
         folder.mkdir()
         config = folder / "config.toml"
         config.write_text(COMMON.replace("\n[rollout]", f"\n{TASKS[name]}\n[rollout]"))
-        still = ["steps=1", "train.learning_rate=1e-12", "log.name=warmup", *warmup]
+        still = ["steps=1", "train.learning_rate=1e-12", "log.name=warmup", *WARMUP]
         run([sys.executable, "-m", "rollart", "train", config, *still], folder, threads=1)
         return cls(name, folder, steps, folder / "runs" / "warmup" / "checkpoints" / "step-000001" / "trainer")
 
@@ -244,7 +241,7 @@ class Variant:
         for settings in [Settings(number, size) for number in threads for size in MICRO_BATCHES]:
             cost = self.trl(0, settings, CALIBRATION_STEPS)
             tried[settings] = cost.wall_s / cost.trained_tokens
-            print(f"{self.name}: {settings}: {1e6 * tried[settings]:.0f} us per trained token", flush=True)
+            print(f"{self.name}: TRL, {settings}: {1e6 * tried[settings]:.0f} us per trained token", flush=True)
         return min(tried, key=lambda settings: tried[settings])
 
     @property
@@ -269,7 +266,7 @@ def compare(variant: Variant, settings: Settings, repeats: int) -> tuple[list[di
         for side in sorted(costs, reverse=repetition % 2 == 0):
             cost = variant.trl(repetition, settings) if side == "trl" else variant.rollart(repetition)
             costs[side].append(cost)
-            rows.append(cost.row(variant.name, str(settings) if side == "trl" else side, repetition))
+            rows.append(cost.row(variant.name, side, repetition))
         ours, theirs = costs["rollart"][-1], costs["trl"][-1]
         if ours.trajectories != theirs.trajectories:
             raise SystemExit(
@@ -305,15 +302,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="peer-trl-") as scratch:
         for name in TASKS if arguments.variant == "both" else [arguments.variant]:
             steps = arguments.steps or (QUICK_STEPS if arguments.quick else STEPS[name])
-            warmup = QUICK_WARMUP if arguments.quick else WARMUP
-            variant = Variant.prepare(name, Path(scratch, name), steps, warmup)
-            settings = Settings(os.cpu_count() or 1, MICRO_BATCHES[0]) if arguments.quick else variant.fastest()
-            repeats = arguments.repeats or (1 if arguments.quick else 3)
-            more_rows, figures = compare(variant, settings, repeats)
-            rows += [
-                {**row, "trl_threads": settings.threads, "trl_micro_batch": settings.micro_batch} for row in more_rows
-            ]
-            summary |= figures
+            variant = Variant.prepare(name, Path(scratch, name), steps)
+            settings = QUICK_SETTINGS if arguments.quick else variant.fastest()
+            more_rows, figures = compare(variant, settings, arguments.repeats or (1 if arguments.quick else 3))
+            rows += more_rows
+            summary |= {
+                **figures,
+                f"trl_threads_{name}": settings.threads,
+                f"trl_micro_batch_{name}": settings.micro_batch,
+            }
     publish("peer_trl", rows, summary, arguments.json, packages=("torch", "transformers"))
 
 
