@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import arguments, report
+from report import parser, publish
+
 from rollart.config import from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
@@ -144,8 +145,7 @@ async def microseconds_per_turn(num_trajectories: int, num_turns: int) -> float:
 
 def main() -> None:
     """Print and write the figures."""
-    parser = arguments("Cost of one trajectory turn in the control plane")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     num_turns, repeats = (20_000, 1) if args.quick else (300_000, 3)
     rows, summary = [], {}
     relax_collector()
@@ -155,7 +155,7 @@ def main() -> None:
         rows.append({"trajectories": num_trajectories, "us_per_turn": statistics.median(runs), "best": min(runs)})
         summary[f"us_per_turn_{num_trajectories}"] = statistics.median(runs)
     summary["ratio"] = max(summary.values()) / min(summary.values())
-    report("control_plane", rows, summary, args.json)
+    publish("control_plane", rows, summary, args.json)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rollart.console import View, open_view
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
 from rollart.control.evaluator import EvalResult, Evaluator
+from rollart.control.garbage import relax_collector
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -37,7 +38,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
-from rollart.errors import ConfigError, RollartError, boundary
+from rollart.errors import ConfigError, RollartError
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.protocols import Runtime, WorkerHandle
@@ -158,10 +159,6 @@ async def start_workers(
 
 async def model_folder(name: str) -> Path:
     """The folder of a model, found or made in a process of its own, so that this one never loads torch."""
-    if name != "tiny" and Path(name).expanduser().is_dir():
-        from rollart.data.model import resolve
-
-        return resolve(name)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollart.data.model", name),
         stdout=asyncio.subprocess.PIPE,
@@ -271,6 +268,7 @@ class _Run:
         config, state = self._config, self._state
         ledger, background = Ledger(), Background()
         supervisor = Supervisor(workers.handles)
+        relax_collector()
         metrics = Metrics({name: spec.success_reward for name, spec in specs.items()})
         renderer = ChatRenderer(model)
         step = state.step if state is not None else 0

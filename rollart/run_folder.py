@@ -121,7 +121,7 @@ class RunFolder:
             self._append(self._events, event_file.records(now, step, values))
 
     def write_batch(self, step: int, groups: Sequence[Group], version: int) -> None:
-        """One line of batches.jsonl: the audit of what was trained on; `version`: at get_batch, from which ages count."""
+        """One line of batches.jsonl: the audit of what was trained on; `version`: at get_batch."""
         rows = [
             {
                 "group": group.spec.group_id,

@@ -17,7 +17,7 @@ class Usage:
     def __init__(self) -> None:
         self._driver = psutil.Process()
         self._cpu_s: dict[tuple[int, float], float] = {}
-        self._before_s = sum(self._driver.cpu_times()[:2])
+        self._before_s = _cpu_s(self._driver)
         self.peak_rss_bytes = 0
 
     def sample(self) -> None:
@@ -26,10 +26,15 @@ class Usage:
         for process in [self._driver, *self._driver.children(recursive=True)]:
             with contextlib.suppress(psutil.Error), process.oneshot():
                 rss_bytes += process.memory_info().rss
-                self._cpu_s[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
+                self._cpu_s[process.pid, process.create_time()] = _cpu_s(process)
         self.peak_rss_bytes = max(self.peak_rss_bytes, rss_bytes)
 
     @property
     def cpu_s(self) -> float:
         """User and system seconds since this object was made."""
         return sum(self._cpu_s.values()) - self._before_s
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -42,7 +42,7 @@ class InferenceWorker:
         """Begin to step."""
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
 
-    async def close(self) -> None:
+    async def shutdown(self) -> None:
         """Stop stepping and fail whatever is still running."""
         if self._loop_task is not None:
             self._loop_task.cancel()

@@ -36,10 +36,11 @@ CHAT_TEMPLATE = (
 
 # One token each, with and without a leading space: the words of the shipped tasks, so that a small model reads short
 # sequences. Everything else falls back to bytes.
-WORDS = (
-    "system user assistant up down left right wall frozen hole goal start invalid answer Answer Walk Avoid from to or and the "
-    "Sort Compute Say say word words number numbers Reply with digits ascending order one Repeat repeat"
-).split()
+SPELLED = (
+    "system user assistant up down left right Walk from to Avoid Answer or wall frozen hole goal start Invalid action "
+    "Sort Write the numbers number in ascending order Compute result Say word and"
+)
+WORDS = tuple(SPELLED.split())
 
 TINY = {
     "vocab_size": 512,
@@ -129,7 +130,7 @@ def make_tiny(folder: Path, **changes: object) -> None:
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer: 256 bytes, the merges that spell `WORDS`, ` X` for letters and digits, three specials."""
+    """A byte-level BPE tokenizer: bytes, the merges that spell `WORDS`, ` X` for letters and digits, three specials."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

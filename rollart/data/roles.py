@@ -70,4 +70,4 @@ def _one_compute_thread() -> None:
     from transformers.utils import logging
 
     torch.set_num_threads(1)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

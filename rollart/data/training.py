@@ -7,13 +7,9 @@ What this file leaves out: the optimizer (`data/trainers`), the store (`data/wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
-import msgspec
-
-from rollart.config import TrainConfig
-from rollart.data.trainers import trainer_factory
 from rollart.protocols import Trainer, WeightStore, WorkerHandle
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
@@ -55,28 +51,6 @@ class TrainWorker:
     def load(self, folder: str) -> None:
         """See `Trainer.load`."""
         self._trainer.load(folder)
-
-
-def make_train_worker(
-    trainer: str,
-    model_folder: str,
-    options: Mapping[str, Any],
-    temperature: float,
-    seed: int,
-    store_folder: str,
-    bucket_bytes: int,
-    keep: int,
-) -> TrainWorker:
-    """A worker from plain values, as `Runtime.spawn` sends them; `options`: a `TrainConfig` as a dictionary."""
-    from rollart.data.weights import FileWeightStore  # imports torch, which the driver's RemoteTrainer does without
-
-    made = trainer_factory(trainer)(
-        model_folder=model_folder,
-        options=msgspec.convert(options, TrainConfig),
-        temperature=temperature,
-        seed=seed,
-    )
-    return TrainWorker(made, FileWeightStore(store_folder, bucket_bytes, keep))
 
 
 class RemoteTrainer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import TinyModel, save_tiny_model
+
+from tests.data.tiny_models import TinyModel, save_tiny_model
 
 
 @pytest.fixture(scope="session")

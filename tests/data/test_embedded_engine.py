@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SHAPE, VOCABULARY, TinyModel
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -24,6 +23,7 @@ from transformers import (
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.errors import ConfigError, GenerationError
 from rollart.types import GenRequest, GenResult, Sampling
+from tests.data.tiny_models import SHAPE, VOCABULARY, TinyModel
 
 TOLERANCE = 1e-4
 
@@ -86,6 +86,7 @@ class Life:
 
     def take(self, result: GenResult) -> None:
         index, request = self.requests.pop(result.request_id)
+        assert result.finish_reason in ("length", "abort")
         scores = [self.model.score(request.prompt, result.tokens, other) for other in (False, True)]
         expected = [scores[version % 2][i] for i, version in enumerate(result.versions)]
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)

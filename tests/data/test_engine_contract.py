@@ -13,12 +13,12 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import LETTERS, VOCABULARY, TinyModel
 
 from rollart.data.engines import create_engine, engine_factory
 from rollart.errors import ConfigError, GenerationError, WeightsError
 from rollart.protocols import Engine
 from rollart.types import GenRequest, GenResult, Sampling
+from tests.data.tiny_models import LETTERS, VOCABULARY, TinyModel
 
 ENGINE_NAMES = ["embedded"]
 TOLERANCE = 1e-4
@@ -454,15 +454,19 @@ def test_logits_that_are_not_finite_fail_one_request_and_harm_no_other(
     weights = dict(model.weights())
     weights["model.embed_tokens.weight"][poison] = math.nan
     engine.update(1, weights.items())
-    clean = [prompt for prompt in prompts(20) if poison not in prompt][:4]
     short = Sampling(0, max_tokens=4)
-    bad, *good = run(engine, ask("bad", [1, poison], short), *[ask(str(i), p, short) for i, p in enumerate(clean)])
-    assert (bad.finish_reason, bad.tokens) == ("error", [])
-    assert "not finite" in bad.error
-    for prompt, result in zip(clean, good, strict=True):
-        assert result.logprobs == close(model.score(prompt, result.tokens))
-    (later,) = run(engine, ask("later", clean[0], short))
-    assert later.tokens == good[0].tokens
+    clean = [prompt for prompt in prompts(20, longest=5) if poison not in prompt][:5]
+    bad = ask("bad", [*[1] * 20, poison], short)
+    # Beside it, then in the very place that it leaves behind.
+    failed, *beside = run(engine, bad, *[ask(str(i), prompt, short) for i, prompt in enumerate(clean)])
+    assert (failed.finish_reason, failed.tokens) == ("error", [])
+    assert "not finite" in failed.error
+    run(engine, bad)
+    after = [run(engine, ask("after", prompt, short))[0] for prompt in clean]
+    for prompt, *results in zip(clean, beside, after, strict=True):
+        for result in results:
+            assert len(result.tokens) == 4
+            assert result.logprobs == close(model.score(prompt, result.tokens))
 
 
 def test_statistics_count_what_happened(engine: Engine) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from tiny_models import TinyModel
 
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.data.inference import InferenceWorker, RemoteInference
 from rollart.errors import GenerationError, WeightsError
 from rollart.protocols import InferenceHandle, Tensors
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo, Sampling, WeightManifest
+from tests.data.tiny_models import TinyModel
 
 
 class CountingEngine:
@@ -109,7 +109,7 @@ class DirectHandle:
         return ""
 
     async def stop(self) -> None:
-        await self.worker.close()
+        await self.worker.shutdown()
 
 
 def ask(name: str, max_tokens: int = 4, prompt: Sequence[int] = (1, 2)) -> GenRequest:
@@ -138,7 +138,7 @@ def serve(
         try:
             await scenario(RemoteInference(DirectHandle(worker)), made[0], store)
         finally:
-            await worker.close()
+            await worker.shutdown()
 
     asyncio.run(main())
 
@@ -284,7 +284,7 @@ def test_closing_fails_what_is_still_running() -> None:
         await worker.start()
         task = asyncio.create_task(worker.generate(ask("a", 10**6)))
         await asyncio.sleep(0)
-        await worker.close()
+        await worker.shutdown()
         with pytest.raises(GenerationError, match="closing"):
             await task
 

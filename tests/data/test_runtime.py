@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class Subject:
         time.sleep(60)
 
     def vanish(self) -> None:
-        print("last words", flush=True)
+        sys.stdout.write("last words\n")
+        sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from rollart.data.training import RemoteTrainer, TrainWorker, make_train_worker
+from rollart.data import roles
+from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, WeightsError
 from rollart.types import ParameterInfo, TrainBatch, TrainReport
@@ -106,7 +107,7 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
 
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="trainer: unknown 'fsdp3'"):
-        make_train_worker("fsdp3", "nowhere", {}, 1.0, 0, str(tmp_path), 1024, 2)
+        roles.training("nowhere", "fsdp3", {}, 1.0, 0, {"folder": str(tmp_path), "bucket_bytes": 1024, "keep": 2})
 
 
 def test_the_handle_and_the_folder_import_without_torch():

@@ -12,9 +12,9 @@ from msgspec import structs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rollart.config import TrainConfig
+from rollart.data import roles
 from rollart.data.trainers import trainer_factory
 from rollart.data.trainers.embedded import EmbeddedTrainer
-from rollart.data.training import make_train_worker
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, RewardError, RunFolderError, TrainError
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
@@ -343,9 +343,8 @@ def test_the_trainer_is_found_by_name_and_others_are_refused():
 
 
 def test_a_worker_made_from_plain_values_trains_and_publishes_the_model(trainer_model, tmp_path):
-    worker = make_train_worker(
-        "embedded", str(trainer_model), {"learning_rate": 0.01}, 1.0, 0, str(tmp_path), bucket_bytes=4096, keep=2
-    )
+    weights = {"folder": str(tmp_path), "bucket_bytes": 4096, "keep": 2}
+    worker = roles.training(str(trainer_model), "embedded", {"learning_rate": 0.01}, 1.0, 0, weights)
     made = trainer(trainer_model)
     report = worker.train_step(batch(made))
     manifest = worker.publish(1)
