@@ -266,7 +266,7 @@ def compare(variant: Variant, settings: Settings, repeats: int) -> tuple[list[di
         for side in sorted(costs, reverse=repetition % 2 == 0):
             cost = variant.trl(repetition, settings) if side == "trl" else variant.rollart(repetition)
             costs[side].append(cost)
-            rows.append(cost.row(variant.name, side, repetition))
+            rows.append(cost.row(variant.name, f"trl {TRL}" if side == "trl" else side, repetition))
         ours, theirs = costs["rollart"][-1], costs["trl"][-1]
         if ours.trajectories != theirs.trajectories:
             raise SystemExit(
