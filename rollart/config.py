@@ -72,6 +72,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     warmup_episodes: Count = 512
     """Random episodes that the warm-up learns from."""
     warmup_learning_rate: Positive = 3e-3
+    warmup_observation_weight: NonNegative = 1.0
+    """Weight of what the environment says, against 1 for actions: predicting it teaches how the world answers."""
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     learning_rate: Positive = 1e-3
     lr_warmup_steps: Whole = 5
+    lr_decay_steps: Whole = 0
+    """Steps over which the rate falls linearly to a tenth, after which it stays there; 0 keeps it constant."""
     weight_decay: NonNegative = 0.0
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95

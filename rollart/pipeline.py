@@ -288,7 +288,14 @@ class _Run:
         tasks = {name: (spec, registry.factory(self._config.tasks[name], name)) for name, spec in specs.items()}
         for name in warmup.left_out(tasks):
             self._view.warn(f"task {name!r} has no sample_action: the warm-up leaves it out")
-        played = warmup.episodes(tasks, ChatRenderer(model), self._config.model.warmup_episodes, self._config.seed)
+        settings = self._config.model
+        played = warmup.episodes(
+            tasks,
+            ChatRenderer(model),
+            settings.warmup_episodes,
+            self._config.seed,
+            observation_weight=settings.warmup_observation_weight,
+        )
         return [(sequence.tokens, sequence.weights) for sequence in played]
 
     async def _train(self, workers: Workers, specs: dict[str, TaskSpec], model: Path) -> None:

@@ -15,10 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from rollart.errors import ConfigError
-from rollart.types import GroupSpec, TaskSpec
+from rollart.types import HELD_OUT, GroupSpec, TaskSpec
 
 NUM_EVAL_SEEDS = 1 << 20
-NUM_SEEDS = 1 << 31
 
 
 class TaskSource:
@@ -42,14 +41,14 @@ class TaskSource:
         digest = hashlib.blake2b(f"{self._seed}/{position}".encode(), digest_size=16).digest()
         share = int.from_bytes(digest[:6], "big") / (1 << 48) * self._bounds[-1]
         chosen = min(bisect_right(self._bounds, share), len(self._names) - 1)
-        seed = NUM_EVAL_SEEDS + int.from_bytes(digest[8:], "big") % (NUM_SEEDS - NUM_EVAL_SEEDS)
+        seed = int.from_bytes(digest[8:], "big") % HELD_OUT
         return self._names[chosen], seed
 
     def eval_spec(self, task: str, episode: int) -> GroupSpec:
         """Held-out episode `episode` of a task, the same in every run. Its index is negative and unique."""
         if not 0 <= episode < NUM_EVAL_SEEDS:
             raise ConfigError(f"eval.episodes: {episode} is more than the {NUM_EVAL_SEEDS} held-out seeds of a task")
-        return GroupSpec(-1 - self._all_names.index(task) * NUM_EVAL_SEEDS - episode, task, episode)
+        return GroupSpec(-1 - self._all_names.index(task) * NUM_EVAL_SEEDS - episode, task, HELD_OUT + episode)
 
     def next(self) -> GroupSpec:
         """The next group: one that was queued again, else a fresh one."""

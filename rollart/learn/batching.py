@@ -92,6 +92,10 @@ def _samples(group: Group, values: list[float]) -> list[Sample]:
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
+SIMILAR = 0.75
+"""A row at least this long, against the longest of its batch, is never mostly padding."""
+
+
 def split_groups(groups: Sequence[list[Sample]], num_minibatches: int) -> list[list[Sample]]:
     """Mini-batches of whole groups, dealt out in turn so that each holds early and late ones; empty ones left out."""
     parts = [groups[start::num_minibatches] for start in range(num_minibatches)]
@@ -100,14 +104,24 @@ def split_groups(groups: Sequence[list[Sample]], num_minibatches: int) -> list[l
 
 
 def micro_batches(samples: Sequence[Sample], budget_tokens: int) -> list[list[Sample]]:
-    """Rows of similar length, longest first, with rows x longest <= budget; a longer sample stands alone."""
+    """Rows of similar length, longest first, with rows x longest <= budget; a longer sample stands alone.
+
+    A batch that is worth its fixed cost already (an eighth of the budget) takes no row that would be mostly padding.
+    """
     batches: list[list[Sample]] = []
     for sample in sorted(samples, key=lambda sample: -sample.num_inputs):
-        if batches and (len(batches[-1]) + 1) * batches[-1][0].num_inputs <= budget_tokens:
+        if batches and _fits(batches[-1], sample, budget_tokens):
             batches[-1].append(sample)
         else:
             batches.append([sample])
     return batches
+
+
+def _fits(batch: list[Sample], sample: Sample, budget_tokens: int) -> bool:
+    longest = batch[0].num_inputs
+    if (len(batch) + 1) * longest > budget_tokens:
+        return False
+    return sample.num_inputs >= SIMILAR * longest or len(batch) * longest < budget_tokens / 8
 
 
 def padding_fraction(batches: Sequence[Sequence[Sample]]) -> float:

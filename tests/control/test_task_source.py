@@ -8,7 +8,7 @@ import pytest
 from rollart.control.staleness import Staleness
 from rollart.control.task_source import NUM_EVAL_SEEDS, TaskSource
 from rollart.errors import ConfigError
-from rollart.types import GroupSpec, TaskSpec
+from rollart.types import HELD_OUT, GroupSpec, TaskSpec
 
 TASKS = {"maze": TaskSpec("maze", weight=3.0), "math": TaskSpec("math"), "off": TaskSpec("off", weight=0.0)}
 
@@ -30,9 +30,9 @@ def test_the_mixture_follows_the_weights() -> None:
 
 def test_training_and_held_out_seeds_are_disjoint_and_the_latter_the_same_in_every_run() -> None:
     source = TaskSource(0, TASKS)
-    assert min(source.next().seed for _ in range(500)) >= NUM_EVAL_SEEDS
+    assert max(source.next().seed for _ in range(500)) < HELD_OUT
     specs = [source.eval_spec(task, n) for task in TASKS for n in range(20)]
-    assert all(spec.seed < NUM_EVAL_SEEDS for spec in specs)
+    assert all(spec.seed >= HELD_OUT for spec in specs)
     assert len({spec.group_id for spec in specs}) == len(specs)
     assert specs[0] == TaskSource(9, TASKS).eval_spec("maze", 0)
     with pytest.raises(ConfigError, match="held-out seeds"):

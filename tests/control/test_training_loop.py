@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rollart.errors import RolloutError, WeightsError, WorkerDied
-from rollart.types import ParameterInfo, TaskSpec
+from rollart.types import HELD_OUT, ParameterInfo, TaskSpec
 from tests.fakes import FakeEnv, FakeReward, FakeRun, share
 from tests.virtual_time import run_virtual
 
@@ -369,7 +369,7 @@ def test_an_evaluation_sees_one_version(schedule: str) -> None:
     for step, result in run.hooks.evaluations:
         versions = {version for t in result.trajectories for turn in t.turns for version in turn.versions}
         assert versions == {step}
-        assert [t.seed for t in result.trajectories] == [0, 1, 2, 3]
+        assert [t.seed for t in result.trajectories] == [HELD_OUT + n for n in range(4)]
     assert all(r.sampling.temperature == 0.0 for r in run.engines[0].requests if r.trajectory_id.startswith("eval"))
 
 

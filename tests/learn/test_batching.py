@@ -109,3 +109,12 @@ def test_collated_rows_align_each_target_with_the_position_that_predicts_it():
     assert micro.behaviour_BT.tolist() == [[-1, 0, -2], [-3, 0, 0]]
     assert micro.advantages_BT.tolist() == [[3, 0, 4], [9, 0, 0]]
     assert micro.mask_BT.dtype == torch.bool
+
+
+def test_short_rows_are_not_padded_to_the_length_of_much_longer_ones():
+    long, short = [sample(200) for _ in range(8)], [sample(20) for _ in range(8)]
+    batches = micro_batches(long + short, 4000)
+    assert sorted(len(batch) for batch in batches) == [8, 8]
+    assert padding_fraction(batches) == 0
+    few = micro_batches([sample(200), *short], 4000)  # one long row alone is not worth a pass of its own
+    assert [len(batch) for batch in few] == [3, 6]

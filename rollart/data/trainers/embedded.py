@@ -42,6 +42,9 @@ from rollart.types import ParameterInfo, TrainBatch, TrainReport
 
 log = logging.getLogger(__name__)
 
+LEAST_RATE = 0.1
+"""Share of the learning rate at which its decay ends."""
+
 
 @dataclass
 class _Update:
@@ -163,8 +166,10 @@ class EmbeddedTrainer:
         return Scorer(copy.deepcopy(self._scorer.model).requires_grad_(False))
 
     def _set_learning_rate(self) -> float:
-        warmup = self._options.lr_warmup_steps
-        rate = self._options.learning_rate * (min(1.0, (self._steps + 1) / warmup) if warmup else 1.0)
+        options = self._options
+        rise = min(1.0, (self._steps + 1) / options.lr_warmup_steps) if options.lr_warmup_steps else 1.0
+        fall = max(LEAST_RATE, 1.0 - self._steps / options.lr_decay_steps) if options.lr_decay_steps else 1.0
+        rate = options.learning_rate * min(rise, fall)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate

@@ -119,6 +119,12 @@ def test_learning_rate_rises_linearly_to_its_value(trainer_model):
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
+def test_learning_rate_falls_linearly_to_a_tenth_and_stays(trainer_model):
+    made = trainer(trainer_model, lr_warmup_steps=0, lr_decay_steps=4)
+    rates = [made.train_step(batch(made, step)).learning_rate for step in range(6)]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025, 0.001, 0.001])
+
+
 def test_kl_to_the_reference_starts_at_zero_and_grows(trainer_model):
     made = trainer(trainer_model, kl_coef=0.01)
     values = [made.train_step(batch(made, step)).metrics["kl_reference"] for step in range(3)]
