@@ -52,6 +52,7 @@ from rollart.usage import Usage
 ROLES = "rollart.data.roles"
 CANARY_TEXT = "The canary sings 0 1 2 3 4 5 6 7 8 9, up and down, left and right, from the start to the goal."
 WARMUP_BATCH_TOKENS = 4096
+PROGRESS_S = 15.0
 FIXED = (
     "seed",
     "schedule",
@@ -279,9 +280,13 @@ class _Run:
             return
         self._view.say(f"warm-up: {settings.warmup_steps} supervised steps on random, well-formed actions")
         sequences = await asyncio.to_thread(self._warmup_sequences, specs, model)
-        first, last = await workers.trainer.warmup(
-            sequences, settings.warmup_steps, settings.warmup_learning_rate, WARMUP_BATCH_TOKENS
-        )
+        rate = settings.warmup_learning_rate
+        work = workers.trainer.warmup(sequences, settings.warmup_steps, rate, WARMUP_BATCH_TOKENS)
+        running = asyncio.ensure_future(work)
+        while not (await asyncio.wait({running}, timeout=PROGRESS_S))[0]:
+            step, loss = await workers.trainer.warmup_progress()
+            self._view.say(f"warm-up: step {step}/{settings.warmup_steps}, loss {loss:.3f}")
+        first, last = running.result()
         self._view.say(f"warm-up: loss {first:.3f} -> {last:.3f}, {time.monotonic() - self._began:.0f} s since start")
 
     def _warmup_sequences(self, specs: dict[str, TaskSpec], model: Path) -> list[tuple[list[int], list[float]]]:

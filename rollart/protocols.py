@@ -122,9 +122,17 @@ class Trainer(Protocol):
         ...
 
     def warmup(
-        self, sequences: Sequence[tuple[list[int], list[float]]], steps: int, learning_rate: float, batch_tokens: int
+        self,
+        sequences: Sequence[tuple[list[int], list[float]]],
+        steps: int,
+        learning_rate: float,
+        batch_tokens: int,
+        progress: Callable[[int, float], None],
     ) -> tuple[float, float]:
-        """Supervised next-token steps before step 1 on (token ids, weight per token); the first and last loss."""
+        """Supervised next-token steps before step 1 on (token ids, weight per token); the first and last loss.
+
+        `progress` hears (steps done, loss).
+        """
         ...
 
     def tensors(self) -> Tensors:

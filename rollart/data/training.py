@@ -23,6 +23,7 @@ class TrainWorker:
     def __init__(self, trainer: Trainer, store: WeightStore) -> None:
         self._trainer = trainer
         self._store = store
+        self._warmed_up = (0, 0.0)
 
     def train_step(self, batch: TrainBatch) -> TrainReport:
         """See `Trainer.train_step`."""
@@ -34,7 +35,14 @@ class TrainWorker:
 
     def warmup(self, sequences: Sequences, steps: int, learning_rate: float, batch_tokens: int) -> tuple[float, float]:
         """See `Trainer.warmup`."""
-        return self._trainer.warmup(sequences, steps, learning_rate, batch_tokens)
+        return self._trainer.warmup(sequences, steps, learning_rate, batch_tokens, self._heard)
+
+    async def warmup_progress(self) -> tuple[int, float]:
+        """Steps done and last loss of the warm-up; answers while it runs."""
+        return self._warmed_up
+
+    def _heard(self, step: int, loss: float) -> None:
+        self._warmed_up = (step, loss)
 
     def logprobs(self, tokens: list[int]) -> list[float]:
         """See `Trainer.logprobs`."""
@@ -75,6 +83,10 @@ class RemoteTrainer:
             "warmup", list(sequences), steps, learning_rate, batch_tokens, returns=tuple[float, float]
         )
         return cast(tuple[float, float], losses)
+
+    async def warmup_progress(self) -> tuple[int, float]:
+        """Steps done and last loss of the warm-up. Raises WorkerDied."""
+        return cast(tuple[int, float], await self._worker.call("warmup_progress", returns=tuple[int, float]))
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Log-probabilities under the trainer's weights at temperature 1; length len(tokens) - 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 
@@ -25,7 +26,8 @@ class FakeTrainer:
         self.weight += 1
         return TrainReport(batch.step, loss=0.5, grad_norm=1.0, learning_rate=0.1, trained_tokens=3, seconds=0.0)
 
-    def warmup(self, sequences, steps, learning_rate, batch_tokens):
+    def warmup(self, sequences, steps, learning_rate, batch_tokens, progress):
+        progress(steps, 1.0)
         self.calls.append(("warmup", sequences, steps, learning_rate, batch_tokens))
         return 2.0, 1.0
 
@@ -56,7 +58,8 @@ class FakeWorker:
 
     async def call(self, method, *args, returns):
         self.returns[method] = returns
-        return getattr(self.subject, method)(*args)
+        result = getattr(self.subject, method)(*args)
+        return await result if inspect.isawaitable(result) else result
 
 
 @pytest.fixture
@@ -94,7 +97,9 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
     rows = [([1, 2], [0.0, 1.0])]
 
     async def run():
+        assert await remote.warmup_progress() == (0, 0.0)
         assert await remote.warmup(rows, 5, 0.1, 100) == (2.0, 1.0)
+        assert await remote.warmup_progress() == (5, 1.0)
         assert await remote.logprobs([1, 2, 3]) == [-1.0, -1.0]
         assert await remote.parameters() == [ParameterInfo("w", (1,), "float32")]
         await remote.save("a")

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,12 @@ class EmbeddedTrainer:
         return report
 
     def warmup(
-        self, sequences: Sequence[tuple[list[int], list[float]]], steps: int, learning_rate: float, batch_tokens: int
+        self,
+        sequences: Sequence[tuple[list[int], list[float]]],
+        steps: int,
+        learning_rate: float,
+        batch_tokens: int,
+        progress: Callable[[int, float], None],
     ) -> tuple[float, float]:
         """Supervised next-token steps on (token ids, weight per token) before step 1; the first and the last loss.
 
@@ -111,7 +116,7 @@ class EmbeddedTrainer:
         """
         self._reference = None
         budget = self._options.micro_batch_tokens
-        return warm_up(self._scorer, sequences, steps, learning_rate, batch_tokens, budget, self._random)
+        return warm_up(self._scorer, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
 
     def _run(self, plans: list[list[list[Sample]]]) -> list[_Update]:
         if len(plans) == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -29,8 +29,11 @@ def warm_up(
     batch_tokens: int,
     micro_batch_tokens: int,
     order: random.Random,
+    progress: Callable[[int, float], None],
 ) -> tuple[float, float]:
     """Minimise the weighted mean of -log p(token); returns the first and the last loss.
+
+    `progress` hears (steps done, loss) after each step.
 
     `sequences`: (token ids, one weight per token; 0 = not trained). `batch_tokens`: tokens per step, at least one
     sequence. Raises TrainError for unusable sequences or a loss that is not finite.
@@ -45,6 +48,7 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * decay(step, steps)
         losses.append(_step(scorer, optimizer, micro_batches(next(batches), micro_batch_tokens)))
+        progress(step + 1, losses[-1])
     return losses[0], losses[-1]
 
 

@@ -55,6 +55,10 @@ def assert_same(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
+def quiet(step, loss):
+    """Nobody listens to the warm-up."""
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 @pytest.mark.parametrize(
     "changes",
@@ -320,16 +324,25 @@ def sequences():
 
 def test_warmup_lowers_the_loss_and_is_deterministic(trainer_model):
     made, twin = trainer(trainer_model), trainer(trainer_model)
-    first, last = made.warmup(sequences(), steps=30, learning_rate=1e-2, batch_tokens=40)
+    heard = []
+    first, last = made.warmup(
+        sequences(),
+        steps=30,
+        learning_rate=1e-2,
+        batch_tokens=40,
+        progress=lambda step, loss: heard.append((step, loss)),
+    )
     assert first == pytest.approx(math.log(61), rel=0.2)
     assert last < 0.5 * first
     assert made.logprobs([2, 4, 8])[-1] > math.log(0.5)
-    assert twin.warmup(sequences(), 30, 1e-2, 40) == (first, last)
+    assert [step for step, _ in heard] == list(range(1, 31))
+    assert (heard[0][1], heard[-1][1]) == (first, last)
+    assert twin.warmup(sequences(), 30, 1e-2, 40, quiet) == (first, last)
 
 
 def test_warmup_leaves_no_optimizer_state_and_moves_the_reference(trainer_model):
     made = trainer(trainer_model, kl_coef=0.1)
-    made.warmup(sequences(), steps=3, learning_rate=1e-2, batch_tokens=1000)
+    made.warmup(sequences(), 3, 1e-2, 1000, quiet)
     assert made.train_step(batch(made)).metrics["kl_reference"] == pytest.approx(0, abs=1e-6)
 
 
@@ -338,7 +351,7 @@ def test_warmup_leaves_no_optimizer_state_and_moves_the_reference(trainer_model)
 )
 def test_warmup_refuses_sequences_that_it_cannot_use(trainer_model, bad):
     with pytest.raises(TrainError, match="warm-up"):
-        trainer(trainer_model).warmup(bad, 1, 1e-3, 100)
+        trainer(trainer_model).warmup(bad, 1, 1e-3, 100, quiet)
 
 
 # ------------------------------------------------------------------------------------------------------------ registry
