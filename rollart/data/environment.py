@@ -46,6 +46,7 @@ class EnvironmentWorker:
         self._permits = asyncio.Semaphore(num_threads)
         self._running: dict[str, HostedEnv] = {}
         self._idle: dict[str, list[HostedEnv]] = defaultdict(list)
+        self._closing: set[asyncio.Future[None]] = set()
         self._num_hung = 0
 
     async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
@@ -74,18 +75,17 @@ class EnvironmentWorker:
             return
         idle = self._idle[hosted.task]
         if hosted.is_busy or len(idle) >= self._num_threads:
-            hosted.retire()
+            self._retire(hosted)
         else:
             idle.append(hosted)
 
     async def shutdown(self) -> None:
         """Close all environments; one that does not close in time is left to the end of the process."""
-        hosted = [*self._running.values(), *(each for idle in self._idle.values() for each in idle)]
+        for hosted in (*self._running.values(), *(each for idle in self._idle.values() for each in idle)):
+            self._retire(hosted)
         self._running, self._idle = {}, defaultdict(list)
-        closing = [asyncio.wrap_future(each.retire()) for each in hosted]
-        if closing:
-            _, hung = await asyncio.wait(closing, timeout=CLOSE_S)
-            self._num_hung += len(hung)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
 
     async def stats(self) -> dict[str, int]:
         """Environments in use, kept for reuse, and abandoned because they hung."""
@@ -100,18 +100,29 @@ class EnvironmentWorker:
                 async with asyncio.timeout(timeout_s):
                     return await asyncio.wrap_future(submit())
             except EnvError:
-                self._discard(env_id, hosted)
+                self._forget(env_id, hosted)
+                self._retire(hosted)
                 raise
             except TimeoutError:
                 self._num_hung += 1
                 log.warning("%s did not answer within %g s; its thread is abandoned", what, timeout_s)
-                self._discard(env_id, hosted)
+                self._forget(env_id, hosted)
+                hosted.retire()  # and nobody waits for it
                 raise EnvTimeout(f"{what} did not answer within {timeout_s:g} s") from None
 
-    def _discard(self, env_id: str, hosted: HostedEnv) -> None:
+    def _forget(self, env_id: str, hosted: HostedEnv) -> None:
         if self._running.get(env_id) is hosted:
             del self._running[env_id]
-        hosted.retire()
+
+    def _retire(self, hosted: HostedEnv) -> None:
+        closing = asyncio.ensure_future(asyncio.wrap_future(hosted.retire()))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Future[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            log.warning("%s", error)
 
 
 class RemoteEnvironment:

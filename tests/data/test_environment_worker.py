@@ -113,6 +113,23 @@ def test_environments_that_ended_cleanly_are_used_again():
     asyncio.run(main())
 
 
+def test_at_the_end_environments_are_closed_whether_they_run_rest_or_are_in_the_middle_of_a_step():
+    async def main():
+        worker = _naughty(label="ended")
+        for env_id in ("runs", "rests", "steps"):
+            await worker.reset(env_id, "naughty", 1)
+        await worker.close("rests")
+        step = asyncio.create_task(worker.step("steps", "hang"))
+        await asyncio.sleep(0)
+        step.cancel()
+        await worker.close("steps")
+        asyncio.get_running_loop().call_later(0.1, user_tasks.gate.set)
+        await worker.shutdown()
+        assert [user_tasks.closed.get_nowait() for _ in range(3)] == ["ended"] * 3
+
+    asyncio.run(main())
+
+
 def test_no_more_environments_are_kept_than_threads_and_the_rest_are_closed():
     async def main():
         worker = _naughty(num_threads=1, label="mine")
