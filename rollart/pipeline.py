@@ -51,7 +51,7 @@ from rollart.usage import Usage
 
 ROLES = "rollart.data.roles"
 CANARY_TEXT = "The canary sings 0 1 2 3 4 5 6 7 8 9, up and down, left and right, from the start to the goal."
-WARMUP_BATCH_TOKENS = 4096
+WARMUP_BATCH_TOKENS = 2048
 PROGRESS_S = 15.0
 FIXED = (
     "seed",

@@ -26,7 +26,7 @@ class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(ge=0.5, le=1, description="Share of safe cells; large maps with few of them take long to draw.")
     ] = 0.8
     slippery: Annotated[bool, Meta(description="Moves may slide sideways.")] = False
-    hints: Annotated[bool, Meta(description="Add a line that names the four neighbouring cells.")] = False
+    hints: Annotated[bool, Meta(description="Add lines that name the four neighbouring cells.")] = False
     invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
 
 
@@ -72,7 +72,7 @@ class FrozenLake:
         grid[row][column] = "P"
         lines = [" ".join(cells) for cells in grid]
         if self._options.hints:
-            lines.append(", ".join(f"{word} {self._cell(row + down, column + right)}" for word, down, right in AROUND))
+            lines += [f"{word} {self._cell(row + down, column + right)}" for word, down, right in AROUND]
         return "\n".join(lines)
 
     def _cell(self, row: int, column: int) -> str:

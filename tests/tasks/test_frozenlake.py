@@ -44,8 +44,8 @@ def test_the_start_shows_again_once_the_player_left_it():
 
 def test_hints_name_the_four_neighbours():
     env = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0, hints=True))
-    assert env.reset(0)[0] == "P F\nF G\nup wall, down frozen, left wall, right frozen"
-    assert env.step("down")[0] == "S F\nP G\nup start, down wall, left wall, right goal"
+    assert env.reset(0)[0] == "P F\nF G\nup wall\ndown frozen\nleft wall\nright frozen"
+    assert env.step("down")[0] == "S F\nP G\nup start\ndown wall\nleft wall\nright goal"
 
 
 def test_the_goal_ends_with_reward_one_and_a_hole_with_none():
