@@ -72,6 +72,7 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("tasks.frozenlake.options.deep={a=[nan]}", "tasks.frozenlake.options.deep.a: must be finite, not nan"),
         ("log.name=a/b", "log.name: 'a/b' cannot name a folder; take letters, digits, '-' and '_'"),
         ("log.name=\udcff", "is not UTF-8 text"),
+        ('tasks."\udcce".env=sorting', "is not UTF-8 text"),
         ("steps", "override 'steps': write it as section.key=value, for example train.learning_rate=3e-4"),
         ("=3", "override '=3': write it as section.key=value"),
         ("a..b=3", "override 'a..b=3': write it as section.key=value"),

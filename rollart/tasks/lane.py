@@ -2,7 +2,7 @@
 
 Invariant: a call's outcome is a result or an exception of the asked kind, whatever the user's code does, including
 `sys.exit`. A lane whose call never returns is abandoned; being a daemon it does not hold up the process's exit.
-A process that user code forked never gets past the call that forked it: it ends there, as it would at the end of a script.
+A process that user code forked never gets past the call that forked it: it ends there, as at the end of a script.
 An environment keeps its lane for life, so libraries that insist on one thread (SQLite, browsers) work.
 """
 
