@@ -218,7 +218,7 @@ class _Run:
         """Run; write the summary on every way out."""
         self._main = asyncio.ensure_future(self._work())
         outcome = "interrupted"
-        with _signals(self._interrupt):
+        with _signals(self._interrupt, self._hang_up):
             try:
                 await self._main
                 outcome = "stopped" if self._loop is not None and self._loop.stopping else "completed"
@@ -243,6 +243,11 @@ class _Run:
             self._loop.request_stop()
         elif self._main is not None:
             self._main.cancel()
+
+    def _hang_up(self) -> None:
+        """The terminal is gone: as the first Ctrl-C, but never the second, for shell and kernel may both tell us."""
+        if not self._interrupts:
+            self._interrupt()
 
     def _say_end(self, outcome: str) -> None:
         path = self._folder.path
@@ -387,12 +392,15 @@ async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
+def _signals(interrupt: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        handlers[signal.SIGHUP] = hang_up
+    for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handlers:
             loop.remove_signal_handler(number)

@@ -99,3 +99,15 @@ def test_an_interrupt_before_the_first_step_ends_the_run_cleanly(lab: Laboratory
     assert "before the first checkpoint" in process.text()
     _, alive = psutil.wait_procs(workers, PATIENCE_S)
     assert not alive
+
+
+def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint_however_often_it_says_so(lab: Laboratory) -> None:
+    process = lab.start("steps=1000", "rollout.zero_variance=keep", text=LOCAL)
+    process.until(lambda: steps_done(lab.run) >= 1, "its first step")
+    process.send(signal.SIGHUP)
+    process.until(lambda: "stopping after this step" in process.text(), "its end")
+    process.send(signal.SIGHUP)
+    assert process.wait() == 130, process.text()
+    assert summary(lab.run)["outcome"] == "stopped"
+    assert len(checkpoints(lab.run)) == 1
+    assert lab.weights() == []
