@@ -39,7 +39,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.protocols import Runtime, WorkerHandle
@@ -323,9 +323,10 @@ class _Run:
         scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
         totals = Totals()
         if state is not None:
-            scheduler.restore(state.scheduler)
-            ledger.restore(state.ledger)
-            totals = msgspec.convert(state.totals, Totals)
+            with boundary(RunFolderError, f"the checkpoint of step {step} in {self._folder.path} is damaged"):
+                scheduler.restore(state.scheduler)
+                ledger.restore(state.ledger)
+                totals = msgspec.convert(state.totals, Totals)
         self._observer = observer = Observer(
             config,
             self._folder,

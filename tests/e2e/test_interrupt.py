@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import psutil
 import pytest
 
 from rollart.cli import main
 from rollart.control.task_source import TaskSource
+from rollart.errors import RunFolderError
 from rollart.pipeline import train
 from rollart.run_folder import checkpoints
 from rollart.tasks import registry
@@ -111,3 +113,12 @@ def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint_however_often
     assert summary(lab.run)["outcome"] == "stopped"
     assert len(checkpoints(lab.run)) == 1
     assert lab.weights() == []
+
+
+def test_a_checkpoint_without_what_control_needs_is_refused_in_one_line(lab: Laboratory) -> None:
+    assert train(lab.config("steps=1")) == 0
+    path = lab.run / "checkpoints" / "step-000001" / "control.msgpack"
+    state = msgspec.msgpack.decode(path.read_bytes())
+    path.write_bytes(msgspec.msgpack.encode({**state, "scheduler": {}}))
+    with pytest.raises(RunFolderError, match=r"the checkpoint of step 1 in .* is damaged: KeyError: 'source'"):
+        train(lab.config("steps=2"), resume=lab.run)
