@@ -8,6 +8,7 @@ leaves out: the work, which is reached through `Parts`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rollart import __version__
-from rollart.errors import ConfigError, RollartError
+from rollart.errors import ConfigError, RollartError, RunFolderError
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -76,9 +77,10 @@ class Parts:
 
 def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Run one command; the exit code."""
+    _prepare_streams()
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv), parts or Parts())
-        sys.stdout.flush()  # Here, where a reader that went away can still be met.
+        _flush()  # Here, where a reader that went away can still be met.
         return code
     except RollartError as error:
         if os.environ.get("ROLLART_TRACEBACK") == "1":
@@ -89,8 +91,32 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read our output has seen enough; the interpreter's own last flush must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 141
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _forget_output()
+        raise RunFolderError(f"stdout: {error.strerror or error}") from error
+
+
+def _forget_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _prepare_streams() -> None:
+    """Text that the terminal's encoding lacks is escaped; a stream that was closed before the start swallows all."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # its descriptor is free, and the next file or socket would get it
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+        elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _complain(error: RollartError) -> int:

@@ -93,7 +93,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Groups whose rewards are all equal teach nothing: replace them by new ones, or train on them all the same."""
     replace_limit: NonNegative = 0.5
     """At most this many replaced groups per batch, as a share of `groups_per_batch`; beyond it they are kept."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
     top_p: Fraction = 1.0
     top_k: Whole = 0
     engine_slots: Count = 64

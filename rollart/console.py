@@ -1,6 +1,7 @@
 """What a person sees of a run: a live picture in a terminal, plain lines elsewhere.
 
-Invariant: a view draws a `Status` and decides nothing; it writes to one stream, and warnings stand above the picture.
+Invariants: a view draws a `Status` and decides nothing; it writes to one stream, and warnings stand above the picture.
+A stream whose reader went away (a closed pipe or terminal, a full disk) ends the view, never the run.
 What this file leaves out: where the numbers come from (`pipeline.py`).
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -77,33 +79,48 @@ def open_view(stream: IO[str] | None = None, terminal: str | None = None) -> Vie
     return LineView(stream)
 
 
+@contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """What nobody can read any more is not worth the run."""
+    try:
+        yield
+    except OSError:
+        return
+
+
 class LiveView:
     """Redraws one picture in place. It has no thread: it changes when `update` is called."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
-        self._live.start()
+        with _whoever_reads():
+            self._live.start()
 
     def update(self, status: Status) -> None:
         """Draw."""
-        self._live.update(picture(status, "#" if self._console.options.ascii_only else "\u2587"), refresh=True)
+        with _whoever_reads():
+            self._live.update(picture(status, "#" if self._console.options.ascii_only else "\u2587"), refresh=True)
 
     def say(self, text: str) -> None:
         """Above the picture."""
-        self._console.print(Text(printable(text)))
+        with _whoever_reads():
+            self._console.print(Text(printable(text)))
 
     def warn(self, text: str) -> None:
         """Above the picture, in yellow."""
-        self._console.print(Text(f"warning: {printable(text)}", style="yellow"))
+        with _whoever_reads():
+            self._console.print(Text(f"warning: {printable(text)}", style="yellow"))
 
     def error(self, text: str) -> None:
         """Above the picture, in red."""
-        self._console.print(Text(f"error: {printable(text)}", style="bold red"))
+        with _whoever_reads():
+            self._console.print(Text(f"error: {printable(text)}", style="bold red"))
 
     def close(self) -> None:
         """The last picture stays on the screen."""
-        self._live.stop()
+        with _whoever_reads():
+            self._live.stop()
 
 
 class LineView:
@@ -153,8 +170,9 @@ class LineView:
         return passed_s >= self._every_s or status.step >= status.steps
 
     def _write(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with _whoever_reads():
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 # ------------------------------------------------------------------------------------------------------ the sentences

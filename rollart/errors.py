@@ -90,7 +90,15 @@ def boundary(kind: type[RollartError], what: str) -> Iterator[None]:
     except RollartError:
         raise
     except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+        raise kind(f"{what}: {type(error).__name__}: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """The text of an exception, also of one whose own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"(its text cannot be shown: {type(fault).__name__})"
 
 
 def by_name(name: str, message: str) -> RollartError:

@@ -39,7 +39,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.protocols import Runtime, WorkerHandle
@@ -218,7 +218,7 @@ class _Run:
         """Run; write the summary on every way out."""
         self._main = asyncio.ensure_future(self._work())
         outcome = "interrupted"
-        with _signals(self._interrupt):
+        with _signals(self._interrupt, self._hang_up):
             try:
                 await self._main
                 outcome = "stopped" if self._loop is not None and self._loop.stopping else "completed"
@@ -243,6 +243,11 @@ class _Run:
             self._loop.request_stop()
         elif self._main is not None:
             self._main.cancel()
+
+    def _hang_up(self) -> None:
+        """The terminal is gone: as the first Ctrl-C, but never the second, for shell and kernel may both tell us."""
+        if not self._interrupts:
+            self._interrupt()
 
     def _say_end(self, outcome: str) -> None:
         path = self._folder.path
@@ -318,9 +323,10 @@ class _Run:
         scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
         totals = Totals()
         if state is not None:
-            scheduler.restore(state.scheduler)
-            ledger.restore(state.ledger)
-            totals = msgspec.convert(state.totals, Totals)
+            with boundary(RunFolderError, f"the checkpoint of step {step} in {self._folder.path} is damaged"):
+                scheduler.restore(state.scheduler)
+                ledger.restore(state.ledger)
+                totals = msgspec.convert(state.totals, Totals)
         self._observer = observer = Observer(
             config,
             self._folder,
@@ -387,12 +393,15 @@ async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
+def _signals(interrupt: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        handlers[signal.SIGHUP] = hang_up
+    for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handlers:
             loop.remove_signal_handler(number)

@@ -257,6 +257,7 @@ def _existing(folder: Path) -> Path:
 
 def _default_name(command: Sequence[str], now: float) -> str:
     stem = next((Path(word).stem for word in command if word.endswith(".toml")), "run")
+    stem = "".join("_" if "\ud800" <= char <= "\udfff" else char for char in stem)  # a path may be any bytes
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 

@@ -57,6 +57,8 @@ def _text(plain: str) -> str:
 
 def apply(data: dict[str, Any], override: str) -> None:
     """Set `a.b=value` in `data`. The value is TOML; what is not TOML is taken as text. Raises ConfigError."""
+    if any("\ud800" <= char <= "\udfff" for char in override):
+        raise ConfigError(f"override {override!r} is not UTF-8 text; is the terminal's locale one of UTF-8?")
     path, separator, text = override.partition("=")
     names = _path(path) if separator else None
     if not names:

@@ -258,6 +258,28 @@ def test_a_traceback_is_shown_on_demand_only() -> None:
     assert "Traceback" in rollart("check", "missing.toml", ROLLART_TRACEBACK="1").stderr
 
 
+def test_what_the_terminal_cannot_spell_is_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[tasks.sorting]\n[tasks."\u03a9"]\nenv = "sorting"\n', encoding="utf-8")
+    done = rollart("check", str(path), PYTHONIOENCODING="ascii:strict")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '[tasks."\\u03a9"]' in done.stdout
+
+
+def test_a_start_without_standard_streams_is_survived() -> None:
+    command = f"{sys.executable} -m rollart --version <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], env={"PYTHONPATH": "."}, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_to_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "rollart", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": "."})
+    assert done.stderr == "rollart: error: stdout: No space left on device\n"
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], ["check", "--help"]])
 @pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_a_reader_that_went_away_is_no_error(words: list[str], environ: dict[str, str]) -> None:

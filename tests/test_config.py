@@ -49,6 +49,10 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("train.learning_rate=true", "train.learning_rate: expected a number above 0 such as 0.001, got true"),
         ("train.beta1=1.0", "train.beta1: 1.0 is out of range; expected a number of at least 0 and below 1"),
         ("rollout.top_p=1.5", "rollout.top_p: 1.5 is out of range; expected a number above 0 and of at most 1"),
+        (
+            "rollout.temperature=1e-300",
+            "rollout.temperature: 1e-300 is out of range; expected a number of at least 0.001 and of at most 1000",
+        ),
         ("train.learning_rate=inf", "train.learning_rate: must be finite, not inf"),
         ("train.kl_coef=nan", "train.kl_coef: must be finite, not nan"),
         ("alpha=5000", "alpha: 5000 is out of range; expected a number of at least 0 and of at most 1000"),
@@ -68,6 +72,7 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("tasks.frozenlake.options.deep={a=[nan]}", "tasks.frozenlake.options.deep.a: must be finite, not nan"),
         ("log.name=a/b", "log.name: 'a/b' cannot name a folder; take letters, digits, '-' and '_'"),
         ("log.name=\udcff", "is not UTF-8 text"),
+        ('tasks."\udcce".env=sorting', "is not UTF-8 text"),
         ("steps", "override 'steps': write it as section.key=value, for example train.learning_rate=3e-4"),
         ("=3", "override '=3': write it as section.key=value"),
         ("a..b=3", "override 'a..b=3': write it as section.key=value"),

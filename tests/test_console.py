@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from typing import Any
 
@@ -159,6 +160,28 @@ def test_a_terminal_without_unicode_gets_plain_bars() -> None:
     view.close()
     stream.seek(0)
     assert "generate ############ 75%" in stream.read()
+
+
+class Gone(io.StringIO):
+    """A stream that nobody reads any more; `errno` says what it was."""
+
+    def __init__(self, errno: int) -> None:
+        super().__init__()
+        self.errno = errno
+
+    def write(self, text: str) -> int:
+        raise OSError(self.errno, "nobody is there")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_reader_that_went_away_does_not_end_the_run(is_terminal: bool) -> None:
+    terminal = Console(file=Gone(errno.EIO), width=100, force_terminal=True)
+    view = LiveView(terminal) if is_terminal else LineView(Gone(errno.EPIPE))
+    view.update(status())
+    view.say("a milestone")
+    view.warn("a warning")
+    view.error("an error")
+    view.close()
 
 
 def shown_lines(*shown: Status) -> list[str]:

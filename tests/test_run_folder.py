@@ -90,6 +90,11 @@ def test_two_runs_started_in_the_same_second_get_folders_of_their_own(tmp_path: 
         assert (tmp_path / "latest").resolve() == second.path
 
 
+def test_a_run_is_named_in_utf8_whatever_the_bytes_of_its_configs_name(tmp_path: Path) -> None:
+    with RunFolder.create(config(tmp_path), ["b\udcff\u03a9.toml"], clock=lambda: 0.0) as folder:
+        assert folder.path.name.startswith("b_\u03a9-1970")
+
+
 def test_a_named_run_never_overwrites_an_older_one(tmp_path: Path) -> None:
     for name in ("exp", "exp-2", "exp-3"):
         with RunFolder.create(config(tmp_path, "log.name=exp"), []) as folder:

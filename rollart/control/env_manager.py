@@ -114,8 +114,8 @@ class EnvManager:
     async def _live(self) -> None:
         self.trajectory.stop_reason = await self._episode()
         self._end_episode()
-        if self.trajectory.stop_reason in ("cancelled", "stale"):
-            return
+        if self.trajectory.stop_reason in ("cancelled", "stale") or not self.trajectory.turns:
+            return  # Nothing was said: there is nothing to score, and its stop reason is the cause to report.
         self._enter("score")
         if self._lockstep is not None and self._score_together:
             await self._lockstep.all_left()

@@ -25,6 +25,8 @@ from rollart.errors import WorkerDied, WorkerError
 from rollart.protocols import Runtime, WorkerHandle
 
 STOP_TIMEOUT_S = 5.0
+LAST_WORDS_S = 1.0
+"""How long answers that a process left behind may take to be read."""
 LOG_TAIL_BYTES = 2000
 
 
@@ -84,7 +86,7 @@ class ProcessWorker:
             )
         worker = cls(name, process, ours, log)
         reader, worker._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
-        worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
+        worker._reading = asyncio.create_task(worker._read_until_death(reader), name=f"read {name}")
         return worker
 
     @property
@@ -120,12 +122,13 @@ class ProcessWorker:
             except (TimeoutError, WorkerError):
                 self.kill()
         await self._finish()
+        self.kill()  # what its environments started must not outlive it
 
     def kill(self) -> None:
         """SIGKILL to the worker and whatever it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # nobody is left; macOS says so of zombies with the second
             return
 
     async def _finish(self) -> None:
@@ -141,6 +144,17 @@ class ProcessWorker:
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
 
+    async def _read_until_death(self, reader: asyncio.StreamReader) -> None:
+        """Take answers to the end of the process, which is not always that of the stream: its children may hold it."""
+        reading = asyncio.ensure_future(self._read(reader))
+        exiting = asyncio.ensure_future(self.process.wait())
+        await asyncio.wait({reading, exiting}, return_when=asyncio.FIRST_COMPLETED)
+        code = await exiting
+        await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        self._bury(_describe_exit(code, self._log))
+
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
@@ -154,7 +168,6 @@ class ProcessWorker:
                     future.set_exception(reply.failure.raised_by(self.name, method))
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, WorkerError):
             pass
-        self._bury(_describe_exit(await self.process.wait(), self._log))
 
     def _bury(self, reason: str) -> None:
         self._death.set_result(reason)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from rollart.errors import RollartError, WorkerError, by_name
+from rollart.errors import RollartError, WorkerError, by_name, said
 
 HEADER = struct.Struct("!Q")
 MAX_FRAME_BYTES = 1 << 34
@@ -35,8 +35,8 @@ class Failure(Struct, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an exception."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        """Describe an exception. Always possible: its text may be broken, or not UTF-8."""
+        return cls(type(error).__name__, *map(_utf8, (said(error), "".join(traceback.format_exception(error)))))
 
     def raised_by(self, worker: str, method: str) -> RollartError:
         """Our exception for it: the same class when it is ours, else WorkerError with the remote traceback."""
@@ -46,6 +46,10 @@ class Failure(Struct, array_like=True):
         else:
             error.add_note(f"raised in worker {worker}, call {method}:\n{self.trace}")
         return error
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Call(Struct, array_like=True):

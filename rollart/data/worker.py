@@ -1,8 +1,9 @@
 """The inside of a worker process: one object whose methods are called over a socket.
 
 Coroutine methods run on the process' event loop, concurrently; plain methods run in order on one thread, so that the
-loop stays free. When the driver goes away (end of stream) the process ends at once, whatever hangs in it: no worker
-outlives its run. What this file leaves out: which object (`roles.py`) and who starts the process (`runtime.py`).
+loop stays free. When the driver goes away (end of stream) the process ends at once, whatever hangs in it, with all that
+user code started: no process outlives its run.
+What this file leaves out: which object (`roles.py`) and who starts the process (`runtime.py`).
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def main() -> None:
     with contextlib.suppress(OSError):  # a full disk
         sys.stdout.flush()
         sys.stderr.flush()
+    if code == 3 and os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # nobody else is left to end what environments started
     os._exit(code)  # threads that hang in an environment must not keep the process
 
 

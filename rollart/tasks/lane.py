@@ -2,11 +2,13 @@
 
 Invariant: a call's outcome is a result or an exception of the asked kind, whatever the user's code does, including
 `sys.exit`. A lane whose call never returns is abandoned; being a daemon it does not hold up the process's exit.
+A process that user code forked never gets past the call that forked it: it ends there, as at the end of a script.
 An environment keeps its lane for life, so libraries that insist on one thread (SQLite, browsers) work.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import traceback
@@ -15,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollart.errors import RollartError
+from rollart.errors import RollartError, said
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._process = os.getpid()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, kind: type[RollartError], what: str, call: Callable[..., T], *args: Any) -> Future[T]:
@@ -40,6 +43,8 @@ class Lane:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+            if os.getpid() != self._process:
+                os._exit(0)
             del call
 
 
@@ -53,7 +58,7 @@ def _resolve(
     except kind as error:
         future.set_exception(error)
     except BaseException as error:
-        wrapped = kind(f"{what}: {type(error).__name__}: {error}{_origin(error)}")
+        wrapped = kind(f"{what}: {type(error).__name__}: {said(error)}{_origin(error)}")
         wrapped.__cause__ = error
         future.set_exception(wrapped)
     else:

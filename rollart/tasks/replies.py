@@ -54,13 +54,23 @@ def shown(value: Any) -> str:
 def _text(observation: Any, what: str) -> str:
     if not isinstance(observation, str):
         raise EnvError(f"{what} returned observation {shown(observation)}; expected a str")
+    if not _is_utf8(observation):
+        raise EnvError(f"{what} returned observation {shown(observation)}; expected text that UTF-8 can hold")
     return str(observation)
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _plain_info(info: Any, what: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvError(f"{what} returned info {shown(info)}; expected a dict")
-    return {key: value for key, value in info.items() if type(key) is str and _is_plain(value)}
+    return {key: value for key, value in info.items() if _is_plain_key(key) and _is_plain(value)}
+
+
+def _is_plain_key(key: Any) -> bool:
+    return type(key) is str and _is_utf8(key)
 
 
 def _is_plain(value: Any) -> bool:
@@ -68,10 +78,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(type(key) is str and _is_plain(inner) for key, inner in value.items())
+        return all(_is_plain_key(key) and _is_plain(inner) for key, inner in value.items())
     if type(value) is int:
         return -(2**63) <= value < 2**63
-    return value is None or type(value) in (bool, float, str)
+    if type(value) is str:
+        return _is_utf8(value)
+    return value is None or type(value) in (bool, float)
 
 
 def _is_finite(value: Any) -> bool:

@@ -132,6 +132,12 @@ def test_a_reward_function_scores_the_text_of_the_trajectory() -> None:
     assert t.seconds["score"] == pytest.approx(0.05)
 
 
+def test_a_trajectory_without_a_word_is_not_scored_and_keeps_its_cause() -> None:
+    reward = FakeReward(RewardError("no answer to score"))
+    _, t = lived(lambda: World(reward=reward), TaskSpec("maze", has_reward=True, max_tokens=1))
+    assert (t.stop_reason, t.turns, reward.requests) == ("token_limit", [], [])
+
+
 @pytest.mark.parametrize("answer", [RewardError("no judge"), ValueError("bug"), float("inf"), "high"])
 def test_a_reward_that_fails_is_a_reward_error(answer: Any) -> None:
     _, t = lived(lambda: World(reward=FakeReward(answer)), TaskSpec("maze", has_reward=True))

@@ -5,11 +5,19 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollart.data.runtime import InlineRuntime, LocalRuntime, ProcessWorker
 from rollart.errors import ConfigError, EnvError, WorkerDied, WorkerError
 from rollart.types import EnvReply, Sampling
+
+
+class Odd(Exception):
+    """Says a text that is not UTF-8, or fails to say anything."""
+
+    def __str__(self) -> str:
+        return "not \ud800 UTF-8" if self.args[0] else 1 / 0  # type: ignore[return-value]
 
 
 class Subject:
@@ -33,6 +41,16 @@ class Subject:
 
     def block(self) -> None:
         time.sleep(60)
+
+    def fork(self) -> int:
+        """Leave a child that holds everything this process holds; its id."""
+        child = os.fork()
+        while child == 0:
+            time.sleep(60)
+        return child
+
+    def fail_oddly(self, text: str | None) -> None:
+        raise Odd(text)
 
     def vanish(self) -> None:
         sys.stdout.write("last words\n")
@@ -133,6 +151,37 @@ def test_a_worker_ends_when_its_driver_is_gone(tmp_path: Path) -> None:
         await asyncio.wait_for(worker.process.wait(), 10)
         with pytest.raises(WorkerDied):
             await blocked
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ending", ["stop", "death"])
+def test_a_child_that_user_code_forked_neither_hides_the_end_of_its_worker_nor_outlives_it(
+    ending: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        child = psutil.Process(await worker.call("fork", returns=int))
+        if ending == "death":
+            with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+                await asyncio.wait_for(worker.call("vanish"), 30)
+        await asyncio.wait_for(runtime.shutdown(), 30)
+        _gone, alive = psutil.wait_procs([child], timeout=30)
+        assert not alive
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("text", "said"), [("odd", r"not \\ud800 UTF-8"), ("", "its text cannot be shown")])
+def test_an_error_with_a_broken_text_comes_home_all_the_same(
+    text: str, said: str, runtime: LocalRuntime | InlineRuntime
+) -> None:
+    async def scenario() -> None:
+        worker = await runtime.spawn("w", TARGET, {"factor": 3})
+        with pytest.raises(WorkerError, match=said):
+            await asyncio.wait_for(worker.call("fail_oddly", text), 30)
         await runtime.shutdown()
 
     asyncio.run(scenario())

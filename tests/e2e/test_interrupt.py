@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import psutil
 import pytest
 
 from rollart.cli import main
 from rollart.control.task_source import TaskSource
+from rollart.errors import RunFolderError
 from rollart.pipeline import train
 from rollart.run_folder import checkpoints
 from rollart.tasks import registry
@@ -99,3 +101,24 @@ def test_an_interrupt_before_the_first_step_ends_the_run_cleanly(lab: Laboratory
     assert "before the first checkpoint" in process.text()
     _, alive = psutil.wait_procs(workers, PATIENCE_S)
     assert not alive
+
+
+def test_a_terminal_that_goes_away_stops_the_run_with_a_checkpoint_however_often_it_says_so(lab: Laboratory) -> None:
+    process = lab.start("steps=1000", "rollout.zero_variance=keep", text=LOCAL)
+    process.until(lambda: steps_done(lab.run) >= 1, "its first step")
+    process.send(signal.SIGHUP)
+    process.until(lambda: "stopping after this step" in process.text(), "its end")
+    process.send(signal.SIGHUP)
+    assert process.wait() == 130, process.text()
+    assert summary(lab.run)["outcome"] == "stopped"
+    assert len(checkpoints(lab.run)) == 1
+    assert lab.weights() == []
+
+
+def test_a_checkpoint_without_what_control_needs_is_refused_in_one_line(lab: Laboratory) -> None:
+    assert train(lab.config("steps=1")) == 0
+    path = lab.run / "checkpoints" / "step-000001" / "control.msgpack"
+    state = msgspec.msgpack.decode(path.read_bytes())
+    path.write_bytes(msgspec.msgpack.encode({**state, "scheduler": {}}))
+    with pytest.raises(RunFolderError, match=r"the checkpoint of step 1 in .* is damaged: KeyError: 'source'"):
+        train(lab.config("steps=2"), resume=lab.run)

@@ -1,6 +1,10 @@
 """Lanes, hosted environments and the checks of replies."""
 
+import os
+import signal
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -34,6 +38,40 @@ def test_whatever_a_call_raises_comes_back_as_the_asked_error_with_its_place(err
         lane.submit(EnvError, "reset of x", call).result(10)
     assert caught.value.__cause__ is error
     assert lane.submit(EnvError, "next", lambda: 5).result(10) == 5
+    lane.end()
+
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise OSError("lost for words")
+
+
+def test_an_error_that_cannot_be_shown_is_an_error_all_the_same():
+    def call():
+        raise Unsayable
+
+    lane = Lane("test")
+    with pytest.raises(EnvError, match=r"^step: Unsayable: \(its text cannot be shown: OSError\)"):
+        lane.submit(EnvError, "step", call).result(10)
+    lane.end()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_process_that_a_call_forked_ends_with_its_call(leaves):
+    def call():
+        child = os.fork()
+        if child == 0 and leaves:
+            sys.exit(3)
+        return child
+
+    lane = Lane("test")
+    child = lane.submit(EnvError, "step", call).result(10)
+    deadline = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert time.monotonic() < deadline
     lane.end()
 
 
@@ -137,3 +175,10 @@ def test_a_long_value_is_shown_short():
     with pytest.raises(EnvError) as caught:
         reset_reply("x" * 10_000, "reset of x")
     assert len(str(caught.value)) < 200
+
+
+def test_text_that_utf8_cannot_hold_is_refused_as_an_observation_and_left_out_of_info():
+    with pytest.raises(EnvError, match=r"reset returned observation str '.*ud800'; expected text that UTF-8 can hold"):
+        reset_reply(("\ud800", {}), "reset")
+    reply = reset_reply(("ok", {"a": "\ud800", "\ud800": 1, "b": ["\udfff"], "c": "\u03a9"}), "reset")
+    assert reply == EnvReply("ok", info={"c": "\u03a9"})
