@@ -92,7 +92,9 @@ class Checkpoints:
         try:
             state = msgspec.msgpack.decode(source.read_bytes(), type=ControlState)
         except (OSError, msgspec.MsgspecError) as error:
-            raise RunFolderError(f"{source}: cannot be read: {error}; resume from an older checkpoint") from error
+            raise RunFolderError(
+                f"{source}: cannot be read: {error}; remove {source.parent.name} to go on from the one before"
+            ) from error
         if state.format != FORMAT:
             raise RunFolderError(f"{source}: written in format {state.format}, this version reads format {FORMAT}")
         return state
