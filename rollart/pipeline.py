@@ -395,13 +395,23 @@ async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
 @contextlib.contextmanager
 def _signals(interrupt: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+
+    def hung_up() -> None:
+        gone.set()
+        hang_up()
+
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        handlers[signal.SIGHUP] = hang_up
+        handlers[signal.SIGHUP] = hung_up
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
         for number in handlers:
             loop.remove_signal_handler(number)
+        if gone.is_set():  # a terminal that is gone may say so again while the process ends
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
