@@ -11,7 +11,6 @@ the state means (`control/rollout_scheduler.py`) and the tensors (`data/trainers
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,9 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from rollart.errors import RunFolderError
+from rollart.run_folder import checkpoint_path, checkpoints
 
 FORMAT = 1
-NAME = re.compile(r"step-(\d{6,})")
 
 
 class ControlState(Struct):
@@ -46,14 +45,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
-        if not self.folder.is_dir():
-            return []
-        matches = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match.group(1)) for match in matches if match)
+        return checkpoints(self.folder.parent)
 
     def path(self, step: int) -> Path:
         """Folder of one step."""
-        return self.folder / f"step-{step:06d}"
+        return checkpoint_path(self.folder.parent, step)
 
     def trainer_folder(self, step: int) -> Path:
         """The Hugging Face folder inside one checkpoint."""

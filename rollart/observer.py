@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 
 from rollart.checkpoint import Checkpoints, ControlState
@@ -352,6 +353,4 @@ def _difference(first: dict[str, float], last: dict[str, float]) -> dict[str, fl
 
 
 def _plain(value: Struct) -> dict[str, Any]:
-    import msgspec
-
     return msgspec.to_builtins(value)  # type: ignore[no-any-return]
