@@ -1,4 +1,4 @@
-"""The command line: `rollart train | check | eval | tasks`.
+"""The command line: `rollart train | check | pools | eval | tasks`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
     from rollart.config import Config
-    from rollart.resource.devices import Machine
+    from rollart.resource.placement import Placement
+    from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import TaskInfo
     from rollart.types import TaskSpec
 
@@ -33,6 +34,7 @@ examples:
   rollart train --resume runs/latest                       go on from the newest checkpoint
   rollart train --resume runs/latest steps=400             ... and further than first asked for
   rollart check configs/default.toml alpha=2               is it valid, and what follows from it?
+  rollart pools configs/default.toml                       which devices there are and which run holds them
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
   rollart tasks frozenlake                                 what a task does and its options
 
@@ -68,11 +70,18 @@ class Parts:
 
         return registry.describe()
 
-    def devices(self, config: Config) -> Machine:
-        """The machine, if it has the devices of a config. Raises ConfigError."""
-        from rollart.resource import devices
+    def place(self, config: Config) -> Placement | None:
+        """Where the workers of a config go; None where only the cluster can tell. Raises ConfigError."""
+        from rollart.resource.devices import this_node
+        from rollart.resource.placement import place
 
-        return devices.check(config)
+        return None if config.runtime == "ray" else place(config, [this_node()])
+
+    def pools(self, config: Config) -> list[PoolRow]:
+        """The pools of a config as they are now, other runs' bindings included. Raises RollartError."""
+        from rollart import workers
+
+        return workers.view(config)
 
 
 def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
@@ -149,6 +158,8 @@ def _run(argv: list[str], parts: Parts) -> int:
         return _train(parts, words, options.resume)
     if options.command == "check":
         return _check(parts, words)
+    if options.command == "pools":
+        return _pools(parts, words)
     if options.command == "eval":
         return _evaluate(parts, options)
     return _tasks(parts, options.name)
@@ -187,6 +198,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     train.add_argument("--resume", metavar="RUN", type=Path, help="a run folder; its config serves if none is named")
     check = command("check", "validate a config without running it", "Prints the resolved config and what follows.")
     check.add_argument("words", **config_words)  # type: ignore[arg-type]
+    pools = command("pools", "show the pools of a config and who holds them", "Reads the store of [resources].")
+    pools.add_argument("words", **config_words)  # type: ignore[arg-type]
     evaluate = command("eval", "evaluate a run on held-out seeds", "Greedy; prints reward and success per task.")
     evaluate.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/latest")
     evaluate.add_argument("--episodes", metavar="N", type=_count, help="episodes per task (default: the config's)")
@@ -216,7 +229,7 @@ def _load(words: list[str], resume: Path | None = None) -> Config:
 def _train(parts: Parts, words: list[str], resume: Path | None) -> int:
     config = _load(words, resume)
     parts.specs(config)
-    parts.devices(config)
+    parts.place(config)
     return parts.train(config, resume)
 
 
@@ -225,9 +238,18 @@ def _check(parts: Parts, words: list[str]) -> int:
     from rollart.report import derived
 
     config = _load(words)
-    specs, machine = parts.specs(config), parts.devices(config)
+    specs, placement = parts.specs(config), parts.place(config)
     print(to_toml(config))
-    print(derived(config, specs, str(machine)))
+    print(derived(config, specs, placement))
+    return 0
+
+
+def _pools(parts: Parts, words: list[str]) -> int:
+    from rollart.report import pools
+
+    config = _load(words)
+    parts.specs(config)
+    print(pools(parts.pools(config)))
     return 0
 
 

@@ -3,7 +3,7 @@
 Every value is checked before anything heavy is imported. A mistake is one `ConfigError` line that names the key, the
 reason and the nearest valid choice. Derived limits (slots, buffer bound, batch split) are computed here, so that
 `rollart check` and the run itself can never disagree. What this file leaves out: which tasks and options exist
-(`tasks/registry.py`), which devices (`resource/devices.py`), and how one key's value is judged (`checks.py`).
+(`tasks/registry.py`), which devices (`resource/placement.py`), and how one key's value is judged (`checks.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ Whole = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+ROLES = ("actor_train", "actor_gen", "environment", "reward")
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +103,6 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Requests that the engine runs at once."""
     max_model_tokens: Count = 1024
     """Longest sequence that the engine holds."""
-    device: str = "cpu"
-    env_workers: Count = 1
     env_threads: Count = 32
     """Environments that one environment worker steps at once."""
 
@@ -134,7 +135,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Skipped steps in a row (NaN or infinite loss) after which the run stops."""
     canary_tolerance: Positive = 1e-3
     """Largest difference of a log-probability between engine and trainer after an update."""
-    device: str = "cpu"
 
 
 class EvalConfig(Section, frozen=True, kw_only=True):
@@ -153,6 +153,53 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept."""
+
+
+class PoolConfig(Section, frozen=True, kw_only=True):
+    """`[pools.NAME]`: devices of one class. Without any such table, what the machine or the cluster has is found."""
+
+    device_class: str = ""
+    """H800, H20, A100, CPU or any other name; default: NAME."""
+    count: Whole = 0
+    """Devices in all; 0: as many as are found."""
+    ids: str = ""
+    """Indices of the devices on this machine instead of a count, such as "0-7" or "0,2"."""
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node -> ids, such as { node-a = "0-7", node-b = "0-3" }, instead of a count."""
+    share: Whole = 0
+    """Workers that one device carries at once; 0: 1, for CPU cores 64."""
+    cost: NonNegative = 1.0
+    """Of one device, relative to the other pools."""
+    compatible: list[str] = field(default_factory=list)
+    """Classes that stand in when no device of this class is free, in order."""
+    optimised: Literal["", "compute", "bandwidth", "general", "cpu"] = ""
+    """What the class is good at, for the defaults of roles; known classes need not say it."""
+    device: Literal["", "cpu", "cuda"] = ""
+    """What torch calls the devices; default: cpu for class CPU, else cuda."""
+    url: str = ""
+    """Of a serverless pool: where its function is."""
+
+
+class RoleConfig(Section, frozen=True, kw_only=True):
+    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment or reward run."""
+
+    device_class: str = ""
+    """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, CPU for environment."""
+    workers: Whole | dict[str, Count] = 0
+    """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one, or as many as the work needs."""
+    devices: Count = 1
+    """Devices of each worker."""
+
+
+class ResourcesConfig(Section, frozen=True, kw_only=True):
+    """`[resources]`: where the view of all pools is kept, so that runs see what others hold."""
+
+    store: str = "memory"
+    """memory (this run alone), file:/path/to/folder, or redis://host:6379/0."""
+    name: str = "default"
+    """Runs with the same store and name share their pools."""
+    lease_s: Annotated[float, Meta(ge=0.5)] = 30.0
+    """How long after its last sign of life the devices of a run that was killed stay its own."""
 
 
 class LogConfig(Section, frozen=True, kw_only=True):
@@ -179,11 +226,16 @@ class Config(Section, frozen=True, kw_only=True):
     schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart"] = "rollart"
     alpha: Annotated[float, Meta(ge=0, le=1000)] | None = None
     """Bound on staleness; may be fractional. Default: what the schedule implies, else 1."""
-    runtime: Literal["local", "inline"] = "local"
-    """`local`: one process per worker. `inline`: everything in one process, for debugging."""
+    runtime: Literal["local", "inline", "ray"] = "local"
+    """`local`: one process per worker. `inline`: everything in one process, for debugging. `ray`: Ray actors."""
     engine: Literal["embedded"] = "embedded"
     trainer: Literal["embedded"] = "embedded"
+    affinity: dict[str, str] | Literal["auto"] = field(default_factory=dict)
+    """Task (or its tag) -> device class that generates for it; "default" serves the others. "auto": by measurement."""
     tasks: dict[str, TaskConfig]
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -263,7 +315,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
     with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    for rule in (_check_tasks, _check_alpha, _check_batch, _check_log):
+    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_log):
         rule(config)
     return config
 
@@ -275,7 +327,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The resolved config as TOML that `parse` reads back to an equal config."""
-    return toml.write(to_dict(config), nested=("tasks",))
+    return toml.write(to_dict(config), nested=("tasks", "pools", "roles"))
 
 
 def _without_none(value: Any) -> Any:
@@ -327,6 +379,23 @@ def _check_batch(config: Config) -> None:
             f"rollout.group_size: advantage {train.advantage!r} compares members of a group and needs at least 2; "
             "take group_size = 2 or advantage 'reinforce_pp'"
         )
+
+
+def _check_pools(config: Config) -> None:
+    for name in config.roles:
+        if name not in ROLES:
+            raise ConfigError(f"roles.{toml.key(name)}: not a role{nearest(name, ROLES)}")
+    for name, pool in config.pools.items():
+        said = [key for key in ("count", "ids", "nodes") if getattr(pool, key)]
+        if len(said) > 1:
+            raise ConfigError(f"pools.{toml.key(name)}: {' and '.join(said)} both say which devices; keep one")
+        if pool.url and not pool.count:
+            raise ConfigError(f"pools.{toml.key(name)}.count: a serverless pool says how many calls run at once")
+    if isinstance(config.affinity, dict):
+        tags = [*(task.tag or name for name, task in config.tasks.items()), "default"]
+        for tag in config.affinity:
+            if tag not in tags:
+                raise ConfigError(f"affinity.{toml.key(tag)}: no task has this name or tag{nearest(tag, tags)}")
 
 
 def _check_log(config: Config) -> None:

@@ -77,12 +77,13 @@ class Observer:
         metrics: Metrics,
         usage: Usage,
         save_trainer: Callable[[str], Awaitable[None]],
+        resources: Callable[[], Struct],
         totals: Totals,
         step: int,
         began: float,
     ) -> None:
         self._config, self._folder, self._view = config, folder, view
-        self._checkpoints, self._save_trainer = checkpoints, save_trainer
+        self._checkpoints, self._save_trainer, self._resources = checkpoints, save_trainer, resources
         self._scheduler, self._proxy, self._ledger = scheduler, proxy, ledger
         self._metrics, self._usage, self.totals = metrics, usage, totals
         self._earlier = (totals.wall_s, totals.train_loop_s, totals.cpu_s)
@@ -301,6 +302,7 @@ class Observer:
             "skipped_steps": totals.skipped_steps,
             "canary_max": totals.canary_max,
             "groups": _plain(self._scheduler.book.counts),
+            "resources": msgspec.to_builtins(self._resources()),
             **account,
         }
 

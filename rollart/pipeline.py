@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -33,23 +33,17 @@ from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
-from rollart.data.environment import RemoteEnvironment
-from rollart.data.inference import RemoteInference
-from rollart.data.reward import RemoteReward
-from rollart.data.runtime import open_runtime
-from rollart.data.training import RemoteTrainer
 from rollart.data.weights_folder import default_folder
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
-from rollart.protocols import Runtime, WorkerHandle
 from rollart.run_folder import RunFolder, resolved_config
 from rollart.tasks import registry, warmup
 from rollart.tasks.chat import ChatRenderer
 from rollart.types import Sampling, TaskSpec
 from rollart.usage import Usage
+from rollart.workers import Workers, started
 
-ROLES = "rollart.data.roles"
 CANARY_TEXT = "The canary sings 0 1 2 3 4 5 6 7 8 9, up and down, left and right, from the start to the goal."
 WARMUP_BATCH_TOKENS = 2048
 PROGRESS_S = 15.0
@@ -113,72 +107,6 @@ def evaluate(run: Path, episodes: int | None = None, checkpoint: int | None = No
             f"tokens {task.tokens:.1f}  episodes {task.episodes}  failed {task.failed}"
         )
     return 0
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The workers of a run, started on a runtime."""
-
-    handles: list[WorkerHandle]
-    inference: list[RemoteInference]
-    environment: RemoteEnvironment
-    reward: RemoteReward | None
-    trainer: RemoteTrainer | None
-
-
-async def start_workers(
-    runtime: Runtime, config: Config, specs: dict[str, TaskSpec], model: Path, weights: dict[str, Any], train: bool
-) -> Workers:
-    """Start one process per role, all at once. Raises what any of them raised."""
-    rollout = config.rollout
-    tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
-    engine_options = {
-        "slots": rollout.engine_slots,
-        "max_model_tokens": rollout.max_model_tokens,
-        "device": rollout.device,
-        "seed": config.seed,
-    }
-    wanted: list[tuple[str, str, dict[str, Any]]] = [
-        (
-            "inference-0",
-            "inference",
-            {"model_folder": str(model), "engine": config.engine, "engine_options": engine_options, "weights": weights},
-        ),
-        *(
-            (f"environment-{number}", "environment", {"tasks": tasks, "num_threads": rollout.env_threads})
-            for number in range(rollout.env_workers)
-        ),
-    ]
-    if any(spec.has_reward for spec in specs.values()):
-        wanted.append(("reward-0", "reward", {"tasks": tasks, "num_threads": rollout.env_threads}))
-    if train:
-        options = {
-            "model_folder": str(model),
-            "trainer": config.trainer,
-            "options": msgspec.to_builtins(config.train),
-            "temperature": rollout.temperature,
-            "seed": config.seed,
-            "weights": weights,
-        }
-        wanted.append(("training-0", "training", options))
-    starting = [asyncio.ensure_future(runtime.spawn(name, f"{ROLES}:{role}", kwargs)) for name, role, kwargs in wanted]
-    try:
-        handles = await asyncio.gather(*starting)
-    except BaseException:
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
-        raise
-    by_role: dict[str, list[WorkerHandle]] = {}
-    for (_, role, _), handle in zip(wanted, handles, strict=True):
-        by_role.setdefault(role, []).append(handle)
-    return Workers(
-        handles=handles,
-        inference=[RemoteInference(each) for each in by_role["inference"]],
-        environment=RemoteEnvironment(by_role["environment"]),
-        reward=RemoteReward(by_role["reward"][0]) if "reward" in by_role else None,
-        trainer=RemoteTrainer(by_role["training"][0]) if train else None,
-    )
 
 
 async def model_folder(name: str) -> Path:
@@ -267,9 +195,9 @@ class _Run:
         settings = config.weights
         with default_folder(self._folder.path.name, self._folder.path / "weights", model_bytes, settings.keep) as place:
             weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
-            async with _runtime(config, self._folder.path / "logs") as runtime:
-                self._view.say("starting workers")
-                workers = await start_workers(runtime, config, specs, model, weights, train=True)
+            self._view.say("starting workers")
+            path, say = self._folder.path, self._view.say
+            async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
                 await self._prepare(workers, specs, model)
                 await self._train(workers, specs, model)
 
@@ -312,12 +240,12 @@ class _Run:
         assert workers.trainer is not None
         config, state = self._config, self._state
         ledger, background = Ledger(), Background()
-        supervisor = Supervisor(workers.handles)
+        supervisor = Supervisor(workers.handles, workers.recover)
         relax_collector()
         metrics = Metrics({name: spec.success_reward for name, spec in specs.items()})
         renderer = ChatRenderer(model)
         step = state.step if state is not None else 0
-        proxy = LLMProxy(workers.inference, background=background, fatal=supervisor.fail, version=step)
+        proxy = _proxy(workers, background, step)
         services = _services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
         scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
@@ -338,6 +266,7 @@ class _Run:
             metrics,
             self._usage,
             workers.trainer.save,
+            workers.report,
             totals,
             step,
             self._began,
@@ -358,14 +287,29 @@ class _Run:
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
     specs = registry.specs(config)
     weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
-    async with _runtime(config, run / "logs") as runtime:
-        workers = await start_workers(runtime, config, specs, model, weights, train=False)
+    async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
-        proxy = LLMProxy(workers.inference, background=background, version=state.version)
+        proxy = _proxy(workers, background, state.version)
         services = _services(config, workers, proxy, ChatRenderer(model), background, ledger)
         source = TaskSource(config.seed, specs)
         evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
-        return await Supervisor(workers.handles).guard(evaluator.run())
+        return await Supervisor(workers.handles, workers.recover).guard(evaluator.run())
+
+
+def _unique(run: Path) -> str:
+    """The name under which a process holds devices: that of its run, told apart from an earlier process of it."""
+    return f"{run.name}-{socket.gethostname()}-{os.getpid()}".replace("/", "-")
+
+
+def _say(line: str) -> None:
+    print(f"rollart: {line}", file=sys.stderr)  # noqa: T201
+
+
+def _proxy(workers: Workers, background: Background, version: int) -> LLMProxy:
+    workers.proxy = LLMProxy(
+        workers.inference(), router=workers.router(), classes=workers.classes, background=background, version=version
+    )
+    return workers.proxy
 
 
 def _services(
@@ -381,15 +325,6 @@ def _services(
         clock=ledger.clock,
         reward=workers.reward,
     )
-
-
-@contextlib.asynccontextmanager
-async def _runtime(config: Config, logs: Path) -> AsyncIterator[Runtime]:
-    runtime = open_runtime(config.runtime, logs)
-    try:
-        yield runtime
-    finally:
-        await asyncio.shield(runtime.shutdown())
 
 
 @contextlib.contextmanager

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rollart.types import (
+    Binding,
     EngineStats,
     EnvReply,
     GenRequest,
     GenResult,
+    NodeInfo,
     ParameterInfo,
     RewardRequest,
     Sampling,
@@ -198,9 +200,22 @@ class WorkerHandle(Protocol):
 class Runtime(Protocol):
     """Where workers run. `target` is `module:Class`; `kwargs` must be msgpack-able."""
 
-    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle: ...
+    async def nodes(self) -> list[NodeInfo]:
+        """The machines that are there now, and what they have."""
+        ...
 
-    async def shutdown(self) -> None: ...
+    async def spawn(
+        self, name: str, target: str, kwargs: Mapping[str, Any], binding: Binding | None = None
+    ) -> WorkerHandle:
+        """Start a worker on the node and devices of its binding (default: anywhere) and build its object.
+
+        Raises what the construction raised, or ResourceError when the node cannot take it.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """End all workers that this object started, and nothing else."""
+        ...
 
 
 # ------------------------------------------------------------------------------------- the four handles of control

@@ -6,17 +6,20 @@ Invariant: every number comes from `config.limits` or a `TaskSpec`, the same tha
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollart.config import Config, limits
 from rollart.types import TaskSpec
 
 if TYPE_CHECKING:
+    from rollart.resource.placement import Placement
+    from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import OptionInfo, TaskInfo
 
 
-def derived(config: Config, specs: Mapping[str, TaskSpec], machine: str) -> str:
+def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement | None) -> str:
     """What follows from a config, as TOML comments."""
     rollout, train, bounds = config.rollout, config.train, limits(config)
     members = f"{rollout.group_size} + {rollout.extra_members}" if rollout.extra_members else f"{rollout.group_size}"
@@ -31,11 +34,42 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], machine: str) -> str:
         f"{bounds.trajectories_per_batch} trajectories",
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
-        "devices": f"rollout on {rollout.device}, training on {train.device}; this machine has: {machine}",
+        "pools": _pools(placement),
+        "workers": _workers(placement),
         **{f"task {name}": _task(spec, specs) for name, spec in specs.items()},
     }
     width = max(map(len, rows))
     return "\n".join(["# What follows from it", *(f"#   {name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def pools(rows: Sequence[PoolRow]) -> str:
+    """The live view as a table: one line per pool and node."""
+    lines = [("POOL", "CLASS", "NODE", "DEVICES", "FREE", "FAILED", "COST", "HELD BY")]
+    for row in rows:
+        numbers = (str(row.total), str(row.free), str(row.failed), f"{row.cost:g}")
+        lines.append((row.pool, row.device_class, row.node, *numbers, ", ".join(row.holders) or "-"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _pools(placement: Placement | None) -> str:
+    if placement is None:
+        return "what the Ray cluster has, seen when the run starts"
+    shown = []
+    for pool in placement.pools:
+        number = sum(map(len, pool.nodes.values()))
+        shared = f", {pool.share} workers each" if pool.share > 1 else ""
+        shown.append(f"{pool.name}: {number} x {pool.device_class} ({pool.device}{shared})")
+    return "; ".join(shown)
+
+
+def _workers(placement: Placement | None) -> str:
+    if placement is None:
+        return "placed when the run starts"
+    counts = Counter((each.role, each.device_class) for each in placement.wanted)
+    return ", ".join(f"{role} {number} on {name}" for (role, name), number in counts.items())
 
 
 def _task(spec: TaskSpec, specs: Mapping[str, TaskSpec]) -> str:

@@ -256,3 +256,65 @@ class RewardRequest(Struct, frozen=True):
     responses: list[str]
     env_reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
+
+
+class PoolSpec(Struct, frozen=True):
+    """A pool of devices of one class. `nodes`: indices of the devices per node; `share`: bindings per device at once.
+
+    `cost`: of one device, relative to others; `compatible`: classes that stand in when this one has no room, in order;
+    `optimised`: "compute", "bandwidth", "general" or "cpu", where the class alone does not tell; `device`: what torch
+    calls it ("cpu" or "cuda"); `url`: of a serverless pool, whose devices are calls at once.
+    """
+
+    name: str
+    device_class: str
+    nodes: dict[str, tuple[int, ...]]
+    share: int = 1
+    cost: float = 1.0
+    compatible: tuple[str, ...] = ()
+    optimised: str = ""
+    device: str = "cpu"
+    url: str = ""
+
+
+class Binding(Struct, frozen=True):
+    """Devices of one node of one pool, held by one worker. `asked_class` differs from `device_class` after a fallback.
+
+    `binding_id` is "RUN/WORKER": names of runs are unique in a store. `device`: what torch calls them, cpu or cuda.
+    """
+
+    binding_id: str
+    role: str
+    pool: str
+    device_class: str
+    node: str
+    devices: tuple[int, ...]
+    asked_class: str
+    device: str = "cpu"
+
+    @property
+    def run(self) -> str:
+        """The run that holds it."""
+        return self.binding_id.rpartition("/")[0]
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker on it."""
+        return self.binding_id.rpartition("/")[2]
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether a compatible class stands in for the one asked for."""
+        return self.device_class != self.asked_class
+
+    def __str__(self) -> str:
+        devices = ",".join(map(str, self.devices))
+        return f"{self.device_class}:{devices} of pool {self.pool} on {self.node}"
+
+
+class NodeInfo(Struct, frozen=True):
+    """One machine as a runtime sees it. `devices`: how many of each class; `cuda`: classes that torch calls cuda."""
+
+    name: str
+    devices: dict[str, int]
+    cuda: tuple[str, ...] = ()

@@ -107,7 +107,12 @@ class FakeInference:
     async def release(self, trajectory_ids: list[str]) -> None:
         self.released += trajectory_ids
 
+    @property
+    def is_suspended(self) -> bool:
+        return not self._going.is_set()
+
     async def suspend(self) -> None:
+        self._alive()
         self._going.clear()
 
     async def prefetch(self, version: int) -> None:
@@ -115,6 +120,7 @@ class FakeInference:
         self.prefetched.append(version)
 
     async def update(self, version: int) -> None:
+        self._alive()
         if version not in self._store.versions:
             raise WeightsError(f"version {version} was not published")
         await asyncio.sleep(0.2)
@@ -122,15 +128,18 @@ class FakeInference:
         self.updates.append((asyncio.get_running_loop().time(), version))
 
     async def resume(self) -> None:
+        self._alive()
         self._going.set()
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
+        self._alive()
         return [-1.0 - self.version + self.logprob_shift for _ in tokens[1:]]
 
     async def parameters(self) -> list[ParameterInfo]:
         return self.parameter_infos
 
     async def stats(self) -> EngineStats:
+        self._alive()
         self._alive()
         now = asyncio.get_running_loop().time()
         busy_s = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
@@ -361,7 +370,7 @@ class FakeRun:
         self.worker = FakeWorker("env-0")
         self.supervisor = Supervisor([self.worker])
         self.background = Background()
-        self.proxy = LLMProxy(self.engines, background=self.background, fatal=self.supervisor.fail)
+        self.proxy = LLMProxy(self.engines, background=self.background)
         services = Services(
             self.env, self.proxy, FakeRenderer(), Sampling(), self.background, self.ledger.clock, reward
         )

@@ -17,9 +17,10 @@ from rollart.checks import nearest
 from rollart.cli import Parts, main
 from rollart.config import Config, parse
 from rollart.errors import ConfigError, EnvError, RollartError, WorkerError
-from rollart.resource.devices import Machine, check
+from rollart.resource.placement import Placement, place
+from rollart.resource.pool import PoolRow, Pools
 from rollart.run_folder import RunFolder, checkpoint_path
-from rollart.types import TaskSpec
+from rollart.types import NodeInfo, TaskSpec
 
 
 class Option(Struct):
@@ -66,8 +67,15 @@ class FakeParts(Parts):
         slippery = Option("slippery", "bool", "False", "Whether a step may slide.")
         return [Task("maze", "Find the way.", [size, slippery]), Task("maths", "Sums.", [], "reasoning", False)]
 
-    def devices(self, config: Config) -> Machine:
-        return check(config, Machine(2))
+    def place(self, config: Config) -> Placement | None:
+        return place(config, [NodeInfo("localhost", {"CPU": 2})])
+
+    def pools(self, config: Config) -> list[PoolRow]:
+        placed = self.place(config)
+        assert placed is not None
+        pools = Pools(placed.pools)
+        pools.bind("someone/inference-0", "actor_gen", "CPU")
+        return pools.rows()
 
 
 @pytest.fixture
@@ -117,7 +125,8 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   batch         16 groups x 8 = 128 trajectories",
         "#   mini-batches  1 per batch, of 16 groups",
         "#   sampling      temperature 1, top_p 1, no top_k",
-        "#   devices       rollout on cpu, training on cpu; this machine has: cpu (2 cores)",
+        "#   pools         CPU: 2 x CPU (cpu, 64 workers each)",
+        "#   workers       actor_train 1 on CPU, actor_gen 1 on CPU, environment 1 on CPU, reward 1 on CPU",
         "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
@@ -145,7 +154,7 @@ def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.Capture
     [
         (
             ["trian"],
-            "command 'trian' is not a choice; did you mean 'train'? choose from train, check, eval, tasks",
+            "command 'trian' is not a choice; did you mean 'train'? choose from train, check, pools, eval, tasks",
         ),
         (["train"], "no config; name a file such as configs/default.toml"),
         (["train", "--fast"], "unknown argument '--fast'; see 'rollart train --help'"),
@@ -154,8 +163,8 @@ def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.Capture
         (["check", "TOML", "stepz=3"], "stepz: unknown key; did you mean 'steps'?"),
         (["check", "TOML", "tasks.mase.weight=1"], "tasks.mase: 'mase' is not a task; did you mean 'maze'?"),
         (
-            ["train", "TOML", "rollout.device=cuda:1"],
-            "rollout.device: 'cuda:1': no such device on this machine; it has: cpu (2 cores)",
+            ["train", "TOML", "roles.actor_gen.device_class=H20"],
+            "roles.actor_gen.device_class: no pool has class 'H20'; choose from CPU",
         ),
         (["check", "missing.toml"], "missing.toml: No such file or directory"),
         (["eval"], "the following arguments are required: RUN; see 'rollart eval --help'"),

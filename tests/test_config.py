@@ -89,10 +89,16 @@ def test_an_override_below_a_value_says_so() -> None:
 
 def test_whole_numbers_do_for_numbers_and_overrides_are_toml() -> None:
     config = parse(
-        BASE, ["train.learning_rate=1", "rollout.device=cuda:1", "log.tensorboard=false", "tasks.frozenlake.stop=['a']"]
+        BASE,
+        [
+            "train.learning_rate=1",
+            "roles.actor_gen.device_class=H20",
+            "log.tensorboard=false",
+            "tasks.frozenlake.stop=['a']",
+        ],
     )
     assert config.train.learning_rate == 1.0
-    assert config.rollout.device == "cuda:1"
+    assert config.roles["actor_gen"].device_class == "H20"
     assert config.log.tensorboard is False
     assert config.tasks["frozenlake"].stop == ["a"]
 

@@ -1,9 +1,10 @@
 """LLMProxy: the gateway between trajectories and inference workers (paper section 4).
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
-`version` is what every worker holds; a request that its caller gives up is aborted in the engine.
-What it leaves out: restarting a dead worker. Its death goes to `fatal`, which ends the run; an error of one request
-stays with its trajectory.
+`version` is what every worker holds; a request that its caller gives up is aborted in the engine; a request whose
+worker dies goes to another, from the tokens that its trajectory has, and waits where there is none.
+What it leaves out: restarting a dead worker (`join` takes the new one). An error of one request stays with its
+trajectory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import TypeVar
 from msgspec import Struct
 
 from rollart.control.background import Background
-from rollart.control.routing import Router
 from rollart.errors import RollartError, WorkerDied
 from rollart.protocols import InferenceHandle
+from rollart.resource.routing import Router
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class _Flight(Struct):
 
 
 class LLMProxy:
-    """`classes` gives a worker's device class for `router`; `fatal` hears of dead workers."""
+    """`classes` gives a worker's device class for `router`."""
 
     def __init__(
         self,
@@ -41,19 +42,19 @@ class LLMProxy:
         router: Router | None = None,
         classes: Mapping[str, str] | None = None,
         background: Background | None = None,
-        fatal: Callable[[RollartError], None] | None = None,
         version: int = 0,
     ) -> None:
         self.version = version
         self._router = router or Router()
-        self._workers = {worker.name: worker for worker in workers}
+        self._workers: dict[str, InferenceHandle] = {}
         self._background = background or Background()
-        self._fatal = fatal
         self._suspended = False
+        self._has_weights = False
+        self._changing = asyncio.Lock()
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
         for worker in workers:
-            self._router.add(worker.name, (classes or {}).get(worker.name, "default"))
+            self._add(worker, (classes or {}).get(worker.name, "default"))
 
     @property
     def num_in_flight(self) -> int:
@@ -62,13 +63,18 @@ class LLMProxy:
 
     # ------------------------------------------------------------------------------------------------ trajectories
     async def generate(self, request: GenRequest) -> GenResult:
-        """One turn. Waits while suspended. Raises GenerationError; WorkerDied also ends the run."""
+        """One turn. Waits while suspended, and while there is no worker. Raises GenerationError."""
         flight = _Flight(request.trajectory_id)
         self._enter(request, flight)
         try:
-            if self._suspended and not await self._pass_gate(flight):
-                return GenResult(request.request_id, [], [], [], "abort")
-            return await self._on_worker(request, flight)
+            while True:
+                if not await self._pass_gate(flight):
+                    return GenResult(request.request_id, [], [], [], "abort")
+                try:
+                    return await self._on_worker(request, flight)
+                except WorkerDied:
+                    self.lost(flight.worker)
+                    flight.worker = ""
         finally:
             self._leave(request, flight)
 
@@ -83,14 +89,36 @@ class LLMProxy:
 
     def release(self, trajectory_id: str) -> None:
         """The trajectory has ended: its worker may forget its KV."""
-        if name := self._router.forget(trajectory_id):
+        if (name := self._router.forget(trajectory_id)) and name in self._workers:
             self._background.spawn(self._workers[name].release([trajectory_id]), f"release on {name}")
+
+    # ----------------------------------------------------------------------------------------------------- workers
+    def lost(self, name: str) -> None:
+        """A worker is dead: its requests go elsewhere. Harmless when that is known."""
+        if self._workers.pop(name, None) is not None:
+            self._router.remove(name)
+
+    async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
+        """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
+        async with self._changing:
+            if self._suspended:
+                await worker.suspend()
+            if self._has_weights:
+                await worker.update(self.version)
+            self._add(worker, device_class)
+        self._open_gate()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that are alive, as far as is known."""
+        return len(self._workers)
 
     # ----------------------------------------------------------------------------------------------------- weights
     async def suspend(self) -> None:
         """Step 2 of the protocol: close the gate, stop all engines between two steps."""
-        self._suspended = True
-        await self._all(lambda worker: worker.suspend(), "suspend")
+        async with self._changing:
+            self._suspended = True
+            await self._all(lambda worker: worker.suspend(), "suspend")
 
     async def prefetch(self, version: int) -> None:
         """Let all workers read a published version while generation goes on."""
@@ -98,16 +126,17 @@ class LLMProxy:
 
     async def update(self, version: int) -> None:
         """Step 3: all workers load `version`. Raises WeightsError naming the worker."""
-        await self._all(lambda worker: worker.update(version), f"update to version {version}")
-        self.version = version
+        async with self._changing:
+            await self._all(lambda worker: worker.update(version), f"update to version {version}")
+            self.version = version
+            self._has_weights = True
 
     async def resume(self) -> None:
         """Step 4: engines go on, the gate opens."""
-        await self._all(lambda worker: worker.resume(), "resume")
-        self._suspended = False
-        for flight in self._flights.values():
-            if flight.gate is not None and not flight.gate.done():
-                flight.gate.set_result(True)
+        async with self._changing:
+            await self._all(lambda worker: worker.resume(), "resume")
+            self._suspended = False
+        self._open_gate()
 
     async def logprobs(self, tokens: list[int]) -> dict[str, list[float]]:
         """Per worker, the log-probability of each token given those before it."""
@@ -135,8 +164,18 @@ class LLMProxy:
         if flight.worker:
             self._router.finished(flight.worker, _cost(request))
 
+    def _add(self, worker: InferenceHandle, device_class: str) -> None:
+        self._router.add(worker.name, device_class)
+        self._workers[worker.name] = worker
+
+    def _open_gate(self) -> None:
+        for flight in self._flights.values():
+            if flight.gate is not None and not flight.gate.done():
+                flight.gate.set_result(True)
+
     async def _pass_gate(self, flight: _Flight) -> bool:
-        while self._suspended:
+        """True when a worker may be asked; False when the request was aborted meanwhile."""
+        while self._suspended or not self._workers:
             flight.gate = asyncio.get_running_loop().create_future()
             if not await flight.gate:
                 return False
@@ -150,28 +189,34 @@ class LLMProxy:
             self._abort_on_worker(flight.worker, request.request_id)
             raise
         except RollartError as error:
-            raise self._named(flight.worker, "generate", error) from error
+            raise _named(flight.worker, "generate", error) from error
 
     def _abort_on_worker(self, name: str, request_id: str) -> None:
-        self._background.spawn(self._workers[name].abort([request_id]), f"abort on {name}")
+        if worker := self._workers.get(name):
+            self._background.spawn(worker.abort([request_id]), f"abort on {name}")
 
     async def _all(self, call: Callable[[InferenceHandle], Awaitable[T]], what: str) -> dict[str, T]:
-        """Call every worker at once; when all have answered, raise the first error, naming its worker."""
-        answers = await asyncio.gather(*map(call, self._workers.values()), return_exceptions=True)
+        """Call every worker at once; when all have answered, raise the first error, naming its worker.
+
+        A worker that dies is left out; its successor catches up when it joins.
+        """
+        workers = dict(self._workers)
+        answers = await asyncio.gather(*map(call, workers.values()), return_exceptions=True)
         results: dict[str, T] = {}
-        for name, answer in zip(self._workers, answers, strict=True):
+        for name, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, WorkerDied):
+                self.lost(name)
+                continue
             if isinstance(answer, RollartError):
-                raise self._named(name, what, answer) from answer
+                raise _named(name, what, answer) from answer
             if isinstance(answer, BaseException):
                 raise answer
             results[name] = answer
         return results
 
-    def _named(self, name: str, what: str, error: RollartError) -> RollartError:
-        named = type(error)(f"inference worker {name!r}, {what}: {error}")
-        if isinstance(error, WorkerDied) and self._fatal is not None:
-            self._fatal(named)
-        return named
+
+def _named(name: str, what: str, error: RollartError) -> RollartError:
+    return type(error)(f"inference worker {name!r}, {what}: {error}")
 
 
 def _cost(request: GenRequest) -> int:

@@ -126,16 +126,20 @@ class EnvironmentWorker:
 
 
 class RemoteEnvironment:
-    """`protocols.EnvHandle` over environment workers: an id stays with the worker that reset it."""
+    """`protocols.EnvHandle` over environment workers: an id stays with the worker that reset it.
+
+    While there is no worker, `reset` waits for one to join.
+    """
 
     def __init__(self, workers: Sequence[WorkerHandle]) -> None:
         self._workers = list(workers)
+        self._joined = asyncio.Event()
         self._worker_of: dict[str, WorkerHandle] = {}
         self._load: Counter[str] = Counter()
 
     async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
         """As `EnvironmentWorker.reset`, on the least loaded worker unless the id has one."""
-        worker = self._worker_of.get(env_id) or self._assign(env_id)
+        worker = self._worker_of.get(env_id) or await self._assign(env_id)
         return await self._call(env_id, worker, "reset", env_id, task, seed)
 
     async def step(self, env_id: str, action: str) -> EnvReply:
@@ -157,19 +161,29 @@ class RemoteEnvironment:
         except WorkerError as error:
             log.warning("close of %s on %s: %s", env_id, worker.name, error)
 
+    def lost(self, name: str) -> None:
+        """A worker is dead: its environments are gone. Harmless when that is known."""
+        self._workers = [other for other in self._workers if other.name != name]
+
+    def join(self, worker: WorkerHandle) -> None:
+        """A new worker takes its share from now on."""
+        self._workers.append(worker)
+        self._joined.set()
+        self._joined.clear()
+
     async def _call(self, env_id: str, worker: WorkerHandle, method: str, *args: Any) -> EnvReply:
         try:
             return cast(EnvReply, await worker.call(method, *args, returns=EnvReply))
         except WorkerDied as error:
-            self._workers = [other for other in self._workers if other is not worker]
+            self.lost(worker.name)
             self._release(env_id)
             raise EnvError(f"{method} on worker {worker.name}: {error}") from error
         except WorkerError as error:
             raise EnvError(f"{method} on worker {worker.name}: {error}") from error
 
-    def _assign(self, env_id: str) -> WorkerHandle:
-        if not self._workers:
-            raise EnvError("no environment worker is left")
+    async def _assign(self, env_id: str) -> WorkerHandle:
+        while not self._workers:  # the caller's timeout ends the wait
+            await self._joined.wait()
         worker = min(self._workers, key=lambda candidate: self._load[candidate.name])
         self._worker_of[env_id] = worker
         self._load[worker.name] += 1

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from rollart.config import TaskConfig
-from rollart.errors import RewardError, WorkerError
+from rollart.errors import RewardError, WorkerDied, WorkerError
 from rollart.protocols import RewardFunction, WorkerHandle
 from rollart.tasks import replies
 from rollart.tasks.lane import Lane
@@ -62,14 +63,35 @@ class RewardWorker:
 
 
 class RemoteReward:
-    """`protocols.RewardHandle` over one reward worker."""
+    """`protocols.RewardHandle` over reward workers: the least busy one; scoring is repeated when its worker dies."""
 
-    def __init__(self, worker: WorkerHandle) -> None:
-        self._worker = worker
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self._workers = list(workers)
+        self._joined = asyncio.Event()
+        self._load: Counter[str] = Counter()
 
     async def score(self, request: RewardRequest) -> float:
-        """As `RewardWorker.score`."""
-        try:
-            return cast(float, await self._worker.call("score", request, returns=float))
-        except WorkerError as error:
-            raise RewardError(f"score on worker {self._worker.name}: {error}") from error
+        """As `RewardWorker.score`; waits while there is no worker."""
+        while True:
+            while not self._workers:  # the caller's timeout ends the wait
+                await self._joined.wait()
+            worker = min(self._workers, key=lambda candidate: self._load[candidate.name])
+            self._load[worker.name] += 1
+            try:
+                return cast(float, await worker.call("score", request, returns=float))
+            except WorkerDied:
+                self.lost(worker.name)
+            except WorkerError as error:
+                raise RewardError(f"score on worker {worker.name}: {error}") from error
+            finally:
+                self._load[worker.name] -= 1
+
+    def lost(self, name: str) -> None:
+        """A worker is dead. Harmless when that is known."""
+        self._workers = [other for other in self._workers if other.name != name]
+
+    def join(self, worker: WorkerHandle) -> None:
+        """A new worker takes its share from now on."""
+        self._workers.append(worker)
+        self._joined.set()
+        self._joined.clear()

@@ -31,6 +31,7 @@ def training(
     model_folder: str,
     trainer: str,
     options: Mapping[str, Any],
+    device: str,
     temperature: float,
     seed: int,
     weights: dict[str, Any],
@@ -45,7 +46,11 @@ def training(
     from rollart.data.weights import FileWeightStore
 
     made = trainer_factory(trainer)(
-        model_folder=model_folder, options=msgspec.convert(options, TrainConfig), temperature=temperature, seed=seed
+        model_folder=model_folder,
+        options=msgspec.convert(options, TrainConfig),
+        temperature=temperature,
+        seed=seed,
+        device=device,
     )
     return TrainWorker(made, FileWeightStore(**weights))
 

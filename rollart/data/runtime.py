@@ -2,7 +2,7 @@
 
 Invariants: a call either returns, raises our error with the worker's name, or raises WorkerDied once the process is
 gone, so nothing ever waits on a dead worker; no fixed port or path is used, so that runs on one host never meet.
-What this file leaves out: remote machines (a Ray runtime is one more class with the same two methods).
+What this file leaves out: remote machines (`ray_runtime.py`), and which devices (`resource/`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from rollart.data.wire import Answer, Call, encode, read_frame, write_frame
 from rollart.data.worker import Host, answer, build
 from rollart.errors import WorkerDied, WorkerError
 from rollart.protocols import Runtime, WorkerHandle
+from rollart.resource.devices import environment_of, this_node
+from rollart.types import Binding, NodeInfo
 
 STOP_TIMEOUT_S = 5.0
 LAST_WORDS_S = 1.0
@@ -31,7 +33,11 @@ LOG_TAIL_BYTES = 2000
 
 
 def open_runtime(kind: str, log_folder: Path) -> Runtime:
-    """The runtime of a config's `runtime` key; workers' output goes to `log_folder`."""
+    """The runtime of a config's `runtime` key; workers' output goes to `log_folder`. Raises ConfigError."""
+    if kind == "ray":
+        from rollart.data.ray_runtime import RayRuntime
+
+        return RayRuntime(log_folder)
     return InlineRuntime() if kind == "inline" else LocalRuntime(log_folder)
 
 
@@ -42,9 +48,16 @@ class LocalRuntime:
         self._log_folder = log_folder
         self._workers: list[ProcessWorker] = []
 
-    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
+    async def nodes(self) -> list[NodeInfo]:
+        """This machine."""
+        return [this_node()]
+
+    async def spawn(
+        self, name: str, target: str, kwargs: Mapping[str, Any], binding: Binding | None = None
+    ) -> WorkerHandle:
         """Start a process and build `target(**kwargs)` in it. Raises what the construction raised."""
-        worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log")
+        visible = environment_of(binding, os.environ)
+        worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log", visible)
         self._workers.append(worker)
         await worker.call("__build__", target, dict(kwargs))
         return worker
@@ -69,11 +82,12 @@ class ProcessWorker:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def launch(cls, name: str, log: Path) -> ProcessWorker:
+    async def launch(cls, name: str, log: Path, visible: Mapping[str, str] | None = None) -> ProcessWorker:
         """Start the process; nothing is built in it yet."""
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        environment |= visible or {}
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "rollart.data.worker", str(theirs.fileno())),
@@ -192,7 +206,17 @@ class InlineRuntime:
         self._workers: list[InlineWorker] = []
         self._building = asyncio.Lock()
 
-    async def spawn(self, name: str, target: str, kwargs: Mapping[str, Any]) -> WorkerHandle:
+    async def nodes(self) -> list[NodeInfo]:
+        """This machine."""
+        return [this_node()]
+
+    async def spawn(
+        self,
+        name: str,
+        target: str,
+        kwargs: Mapping[str, Any],
+        binding: Binding | None = None,  # noqa: ARG002
+    ) -> WorkerHandle:
         """Build `target(**kwargs)` here, one at a time, as transformers cannot load two models at once in a process.
 
         Raises what the construction raised.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import inspect
 import os
 import signal
@@ -24,18 +23,16 @@ from typing import Any
 
 import msgspec
 
+from rollart.data.serverless import attach
+from rollart.data.targets import named
 from rollart.data.wire import Answer, Call, Failure, decode_arguments, encode, read_frame, write_frame
-from rollart.errors import ConfigError
 
 
 def build(target: str, kwargs: Mapping[str, Any]) -> Any:
     """Call `module:name` with keyword arguments. Raises ConfigError when there is no such name."""
-    module, _, name = target.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"worker target {target!r}: {error}") from error
-    return factory(**kwargs)
+    made = named(target)(**kwargs)
+    attach(made)
+    return made
 
 
 class Host:

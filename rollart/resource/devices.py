@@ -1,6 +1,6 @@
-"""What this machine has, and whether the devices of a config are among it; without importing torch.
+"""What this machine has, without importing torch, and what a process must be told to see its own devices alone.
 
-Invariant: `check` refuses only what cannot be there. What this file leaves out: whether the installed torch was built
+Invariant: nothing is left out that could be there. What this file leaves out: whether the installed torch was built
 for the device, which the worker that uses it says.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
-from rollart.checks import nearest
-from rollart.config import Config
-from rollart.errors import ConfigError
+from rollart.resource.classes import CPU, class_of
+from rollart.types import Binding, NodeInfo
 
+LOCALHOST = "localhost"
 ROOT = Path("/")
 
 
@@ -38,16 +39,27 @@ def detect(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Machin
     return Machine(max(1, math.floor(cores)), _visible(_cuda_names(root), environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def check(config: Config, machine: Machine | None = None) -> Machine:
-    """The machine, if it has `rollout.device` and `train.device`. Raises ConfigError."""
+def this_node(machine: Machine | None = None) -> NodeInfo:
+    """This machine as a node of a runtime: its cores, and its CUDA devices by class."""
     machine = machine or detect()
-    for key, device in (("rollout.device", config.rollout.device), ("train.device", config.train.device)):
-        kind = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
-        if not kind:
-            raise ConfigError(f"{key}: {device!r} is not a device{nearest(device, ['cpu', 'cuda', 'cuda:0'])}")
-        if device != "cpu" and int(kind[1] or 0) >= len(machine.cuda):
-            raise ConfigError(f"{key}: {device!r}: no such device on this machine; it has: {machine}")
-    return machine
+    models = Counter(map(class_of, machine.cuda))
+    return NodeInfo(LOCALHOST, {CPU: machine.num_cores, **models}, tuple(models))
+
+
+def environment_of(binding: Binding | None, environ: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+    """What a process must find in its environment to see the devices of its binding and no others.
+
+    Devices are counted within the class, as CUDA_VISIBLE_DEVICES of this process has left them.
+    """
+    if binding is None:
+        return {}
+    if binding.device != "cuda":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    listed = [each.strip() for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    classes = [class_of(model) for model in detect(root, environ).cuda]
+    places = [place for place, name in enumerate(classes) if name == binding.device_class] or list(range(len(classes)))
+    chosen = [places[index] if index < len(places) else index for index in binding.devices]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(listed[each] if each < len(listed) else str(each) for each in chosen)}
 
 
 def _cuda_names(root: Path) -> list[str]:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollart.control.llm_proxy import LLMProxy
-from rollart.errors import GenerationError, RollartError, WeightsError, WorkerDied
+from rollart.errors import GenerationError, WeightsError
 from rollart.types import GenRequest, Sampling
 from tests.fakes import FakeInference, FakeStore
 from tests.virtual_time import run_virtual
@@ -77,24 +77,74 @@ def test_an_error_of_one_request_names_its_worker_and_spares_the_run() -> None:
     async def main() -> None:
         (worker,) = engines(1)
         worker.failing = lambda request: True
-        fatal: list[RollartError] = []
-        proxy = LLMProxy([worker], fatal=fatal.append)
+        proxy = LLMProxy([worker])
         with pytest.raises(GenerationError, match="inference worker 'w0', generate: the engine is out of KV memory"):
             await proxy.generate(request("r"))
-        assert fatal == []
+        assert proxy.num_workers == 1
 
     run_virtual(main())
 
 
-def test_a_dead_worker_is_reported_as_fatal() -> None:
+def test_the_requests_of_a_dead_worker_go_to_another() -> None:
     async def main() -> None:
         workers = engines()
         workers[0].dead = "killed"
-        fatal: list[RollartError] = []
-        proxy = LLMProxy(workers, fatal=fatal.append)
-        with pytest.raises(WorkerDied, match="inference worker 'w0', generate: killed"):
-            await proxy.generate(request("r"))
-        assert len(fatal) == 1
+        proxy = LLMProxy(workers)
+        results = await asyncio.gather(*(proxy.generate(request(f"r{n}")) for n in range(4)))
+        assert [each.finish_reason for each in results] == ["stop"] * 4
+        assert proxy.num_workers == 1
+        assert sorted(r.request_id for r in workers[1].requests) == ["r0", "r1", "r2", "r3"]
+        assert proxy.num_in_flight == 0
+
+    run_virtual(main())
+
+
+def test_without_any_worker_requests_wait_until_one_joins_with_the_weights_of_now() -> None:
+    async def main() -> None:
+        first, second = engines()
+        proxy = LLMProxy([first])
+        await proxy.update(1)
+        first.dead = "killed"
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        given_up = asyncio.ensure_future(proxy.generate(request("s", "t")))
+        await asyncio.sleep(5.0)
+        assert not waiting.done()
+        assert proxy.num_workers == 0
+        proxy.abort("t")
+        assert (await given_up).finish_reason == "abort"
+        await proxy.join(second)
+        assert (await waiting).versions == [1, 1, 1]
+        assert proxy.version == second.version == 1
+
+    run_virtual(main())
+
+
+def test_a_worker_that_joins_while_suspended_waits_for_the_update_and_resumes_with_all() -> None:
+    async def main() -> None:
+        first, second = engines()
+        proxy = LLMProxy([first])
+        await proxy.update(0)
+        await proxy.suspend()
+        await proxy.join(second)
+        assert second.is_suspended
+        await proxy.update(1)
+        await proxy.resume()
+        assert (first.version, second.version) == (1, 1)
+        assert not second.is_suspended
+
+    run_virtual(main())
+
+
+def test_a_worker_that_dies_in_an_update_is_left_out_of_it() -> None:
+    async def main() -> None:
+        workers = engines()
+        proxy = LLMProxy(workers)
+        workers[0].dead = "killed"
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        assert list(await proxy.stats()) == ["w1"]
+        assert proxy.version == 1
 
     run_virtual(main())
 

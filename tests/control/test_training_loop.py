@@ -304,13 +304,30 @@ def test_a_dead_worker_ends_the_run_with_its_name_and_reason() -> None:
         run_virtual(main())
 
 
-def test_a_dead_inference_worker_ends_the_run_although_requests_belong_to_trajectories() -> None:
+def test_the_death_of_one_of_two_inference_workers_costs_the_run_nothing_but_time() -> None:
+    async def main() -> FakeRun:
+        run = FakeRun(num_workers=2)
+        run.hooks.on_step = lambda summary: setattr(run.engines[0], "dead", "signal 9")
+        return await run.train()
+
+    run = run_virtual(main())
+    assert run.loop.step == run.config.steps
+    assert {each.stop_reason for each in run.recorder.lost} == {"cancelled"}, "its requests went to the other worker"
+    assert run.proxy.num_workers == 1
+
+
+def test_the_death_of_the_last_inference_worker_ends_the_run_when_nothing_takes_its_place() -> None:
     async def main() -> None:
         run = FakeRun(train_s=50.0)
-        run.hooks.on_step = lambda summary: setattr(run.engines[0], "dead", "signal 9")
+
+        def kill(summary: object) -> None:
+            run.engines[0].dead = "signal 9"
+            run.worker.die("signal 9")
+
+        run.hooks.on_step = kill
         await run.train()
 
-    with pytest.raises(WorkerDied, match="inference worker 'inference-0'"):
+    with pytest.raises(WorkerDied, match="worker 'env-0' died: signal 9"):
         run_virtual(main())
 
 

@@ -244,8 +244,12 @@ def test_a_dead_worker_costs_its_episodes_and_gets_no_more(caplog):
         for env_id in ("a", "c"):
             with pytest.raises(EnvError):
                 await remote.step(env_id, "on")
-        with pytest.raises(EnvError, match="no environment worker is left"):
-            await remote.reset("e", "naughty", 1)
+        waiting = asyncio.ensure_future(remote.reset("e", "naughty", 1))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "it waits for a worker"
+        handles[0].dead = False
+        remote.join(handles[0])
+        assert (await waiting).observation == "seed 1"
 
     asyncio.run(main())
     assert not caplog.records, "its death is one line, not one for each episode"

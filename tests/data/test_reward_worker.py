@@ -30,7 +30,7 @@ def _worker(num_threads=2):
 
 
 def _score(request):
-    return asyncio.run(RemoteReward(FakeHandle("reward", _worker())).score(request))
+    return asyncio.run(RemoteReward([FakeHandle("reward", _worker())]).score(request))
 
 
 def test_a_trajectory_gets_the_number_of_its_tasks_function():
@@ -77,8 +77,18 @@ def test_a_reward_that_cannot_be_imported_is_found_at_the_start():
         RewardWorker({"x": {"env": "sorting", "reward": "nowhere_at_all:f"}}, 1)
 
 
-def test_a_dead_worker_is_a_reward_error():
-    handle = FakeHandle("reward", None)
-    handle.dead = True
-    with pytest.raises(RewardError, match="score on worker reward: reward: exit status 9"):
-        asyncio.run(RemoteReward(handle).score(_request("x")))
+def test_what_a_dead_worker_held_is_scored_by_another_or_by_its_successor():
+    async def main():
+        handles = [FakeHandle(f"reward-{number}", _worker()) for number in range(2)]
+        remote = RemoteReward(handles)
+        handles[0].dead = True
+        assert await asyncio.gather(*(remote.score(_request("fine")) for _ in range(3))) == [1.5] * 3
+        assert len(handles[0].calls) < len(handles[1].calls)
+        handles[1].dead = True
+        waiting = asyncio.ensure_future(remote.score(_request("fine")))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "it waits for a worker"
+        remote.join(FakeHandle("reward-1.1", _worker()))
+        assert await waiting == 1.5
+
+    asyncio.run(main())

@@ -101,7 +101,7 @@ def test_errors_come_home_as_ours_with_the_remote_traceback(runtime: LocalRuntim
 
 def test_a_target_that_does_not_exist_is_named(runtime: LocalRuntime | InlineRuntime) -> None:
     async def scenario() -> None:
-        with pytest.raises(ConfigError, match="nowhere:Nobody"):
+        with pytest.raises(ConfigError, match="worker target: no module 'nowhere'"):
             await runtime.spawn("w", "nowhere:Nobody", {})
         await runtime.shutdown()
 

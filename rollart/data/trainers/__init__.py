@@ -9,7 +9,7 @@ from rollart.errors import ConfigError
 from rollart.protocols import Trainer
 
 TrainerFactory = Callable[..., Trainer]
-"""Called as `factory(model_folder, options, temperature, seed)`."""
+"""Called as `factory(model_folder, options, temperature, seed, device)`."""
 
 
 def _embedded() -> TrainerFactory:

@@ -61,15 +61,17 @@ class EmbeddedTrainer:
     """Implements `protocols.Trainer`.
 
     `model_folder`: Hugging Face format. `temperature`: that of sampling; log-probabilities in the loss are taken at it.
-    `seed`: order of the warm-up. Raises ConfigError when the model cannot be loaded.
+    `seed`: order of the warm-up; `device`: what torch calls it. Raises ConfigError when the model cannot be loaded.
     """
 
-    def __init__(self, model_folder: str, options: TrainConfig, temperature: float, seed: int) -> None:
+    def __init__(
+        self, model_folder: str, options: TrainConfig, temperature: float, seed: int, device: str = "cpu"
+    ) -> None:
         self._model_folder = Path(model_folder)
         self._options = options
         self._temperature = temperature
         self._random = random.Random(seed)
-        self._scorer = Scorer(load_model(model_folder, options.device))
+        self._scorer = Scorer(load_model(model_folder, device))
         self._optimizer = make_optimizer(self._scorer.model, options)
         self._reference: Scorer | None = None
         self._steps = 0

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config import Config, parse
-from rollart.errors import ConfigError
-from rollart.resource.devices import Machine, check, detect
+from rollart.resource.devices import Machine, detect, environment_of, this_node
+from rollart.types import Binding, NodeInfo
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -17,10 +16,6 @@ CORES = len(os.sched_getaffinity(0))
 def put(root: Path, name: str, text: str = "") -> None:
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text(text)
-
-
-def config(rollout: str = "cpu", train: str = "cpu") -> Config:
-    return parse("[tasks.frozenlake]\n", [f"rollout.device={rollout}", f"train.device={train}"])
 
 
 def test_a_machine_without_files_has_its_cores_and_no_gpu(tmp_path: Path) -> None:
@@ -86,27 +81,32 @@ def test_a_container_has_the_gpus_of_its_device_files_only(tmp_path: Path) -> No
     assert detect(tmp_path, {}).cuda == ("NVIDIA",)
 
 
-def test_a_missing_device_is_named_with_what_there_is() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(config(rollout="cuda:1"), Machine(2, ("NVIDIA H200",)))
-    assert str(caught.value) == (
-        "rollout.device: 'cuda:1': no such device on this machine; it has: cpu (2 cores), cuda:0 (NVIDIA H200)"
-    )
-    with pytest.raises(ConfigError, match=r"train\.device: 'cuda': no such device .*: cpu \(1 core\)$"):
-        check(config(train="cuda"), Machine(1))
+def test_a_machine_is_a_node_with_its_cores_and_its_gpus_by_class() -> None:
+    node = this_node(Machine(4, ("NVIDIA H800 PCIe", "NVIDIA H20", "NVIDIA H800 PCIe")))
+    assert node == NodeInfo("localhost", {"CPU": 4, "H800": 2, "H20": 1}, ("H800", "H20"))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
-def test_a_device_that_is_there_is_accepted(device: str) -> None:
-    machine = Machine(2, ("NVIDIA",))
-    assert check(config(device, device), machine) is machine
+def binding(device_class: str, devices: tuple[int, ...], device: str = "cuda") -> Binding:
+    return Binding("run/worker", "actor_gen", "pool", device_class, "localhost", devices, device_class, device)
 
 
-@pytest.mark.parametrize(("device", "hint"), [("gpu", "cpu"), ("cuda1", "cuda"), ("CUDA", "cuda"), ("", "choose")])
-def test_a_word_that_is_no_device_gets_the_nearest_one(device: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"is not a device; .*{hint}"):
-        check(config(train=device), Machine(2))
+@pytest.mark.parametrize(
+    ("bound", "visible", "expected"),
+    [
+        (binding("H100", (0,)), None, "1"),
+        (binding("H000", (0,)), None, "0"),
+        (binding("H000", (0,)), "1,0", "0"),
+        (binding("H100", (0,)), "1,0", "1"),
+        (binding("rollout", (0, 1)), None, "0,1"),
+        (binding("CPU", (0,), "cpu"), None, ""),
+    ],
+)
+def test_a_worker_sees_the_devices_of_its_binding_alone(
+    bound: Binding, visible: str | None, expected: str, tmp_path: Path
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment_of(bound, environ, two_gpus(tmp_path)) == {"CUDA_VISIBLE_DEVICES": expected}
 
 
-def test_a_config_for_the_cpu_fits_this_machine() -> None:
-    assert check(config()).num_cores >= 1
+def test_a_worker_without_a_binding_sees_what_its_driver_sees() -> None:
+    assert environment_of(None, {}) == {}

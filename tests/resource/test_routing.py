@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rollart.control.routing import Router
 from rollart.errors import ResourceError
+from rollart.resource.routing import Router
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,198 @@
+"""ResourceManager: the live view of all pools in a metadata store, and what this run holds of them (paper section 2).
+
+A run holds a lease. While its heart beats, its bindings count; when the lease ends (kill -9, lost machine) whoever
+binds next takes its devices back. The store may go away for a while: what is bound stays bound, binding says so and
+fails, and when the store comes back empty the run writes its pools and bindings again.
+
+Invariants: every change is one compare-and-swap of the whole view, made by the pure `Pools`; a device is never held by
+two runs whose leases are held. What this file leaves out: processes on the bindings (`data/cluster.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from rollart.errors import ConfigError, ResourceError
+from rollart.resource.pool import PoolRow, Pools
+from rollart.resource.store import MetadataStore
+from rollart.types import Binding, PoolSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BEATS_PER_LEASE = 3
+ATTEMPTS = 200
+"""Lost races in a row after which the store must be at fault."""
+
+
+class ResourceManager:
+    """The pools `specs` of one run, in `store` under `name`. `run` is unique among the runs of the store.
+
+    lease_s: how long after its last sign of life a run's bindings are its own.
+    warn: told, in one line, of what a person should know (a lost store, devices taken back).
+    """
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        specs: Iterable[PoolSpec],
+        run: str,
+        *,
+        name: str = "default",
+        lease_s: float = 30.0,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._store = store
+        self._specs = list(specs)
+        self._run = run
+        self._key = f"pools/{name}"
+        self._name = name
+        self._lease_s = lease_s
+        self._warn = warn
+        self._mine: dict[str, Binding] = {}
+        self._lost: list[str] = []
+        self._beating: asyncio.Task[None] | None = None
+
+    # --------------------------------------------------------------------------------------------------- life cycle
+    async def open(self) -> None:
+        """Take the lease, declare the pools, begin to beat. Raises ConfigError, ResourceError."""
+        if (await self._ask(self._store.held, [self._lease]))[0]:
+            raise ConfigError(f"run {self._run!r}: a run of that name is alive in this store; take another log.name")
+        await self._ask(self._store.renew, self._lease, self._lease_s)
+        await self._change(lambda pools: pools.release_run(self._run))
+        self._beating = asyncio.get_running_loop().create_task(self._beat(), name="resource lease")
+
+    async def close(self) -> None:
+        """Give everything back. Never raises: a store that is away lets the lease end by itself."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        self._mine.clear()
+        try:
+            await self._change(lambda pools: pools.release_run(self._run))
+            await self._ask(self._store.drop, self._lease)
+        except (ResourceError, ConfigError) as error:
+            self._warn(f"resources were not given back, their lease ends by itself: {error}")
+        self._store.close()
+
+    # ----------------------------------------------------------------------------------------------------- bindings
+    async def bind(
+        self, worker: str, role: str, device_class: str, num_devices: int = 1, avoid: Collection[str] = ()
+    ) -> Binding:
+        """Devices for one worker. Raises ConfigError for an unknown class, ResourceError when none is free."""
+        binding_id = f"{self._run}/{worker}"
+        binding = await self._change(lambda pools: pools.bind(binding_id, role, device_class, num_devices, avoid))
+        self._mine[binding_id] = binding
+        if binding.fell_back:
+            self._warn(f"{worker}: no {device_class} is free; it runs on {binding}")
+        return binding
+
+    async def release(self, binding: Binding) -> None:
+        """Give one binding back. Raises ResourceError."""
+        self._mine.pop(binding.binding_id, None)
+        await self._change(lambda pools: pools.release(binding.binding_id))
+
+    async def fail(self, binding: Binding) -> None:
+        """The devices of a binding are broken: nobody gets them any more. Raises ResourceError."""
+        self._note_loss(f"{binding}")
+        lost = await self._change(lambda pools: pools.fail(binding.pool, binding.node, binding.devices))
+        self._forget(lost)
+
+    async def fail_node(self, node: str) -> list[Binding]:
+        """A node is gone; the bindings of this run that were on it. Raises ResourceError."""
+        self._note_loss(f"node {node}")
+        lost = await self._change(lambda pools: pools.fail_node(node))
+        return self._forget(lost)
+
+    # --------------------------------------------------------------------------------------------------------- view
+    @property
+    def bindings(self) -> list[Binding]:
+        """What this run holds."""
+        return list(self._mine.values())
+
+    @property
+    def lost(self) -> list[str]:
+        """What this run has seen break."""
+        return list(self._lost)
+
+    async def pools(self) -> Pools:
+        """The view as it is now, without runs that are dead. Raises ResourceError."""
+        return (await self._look())[1]
+
+    async def rows(self) -> list[PoolRow]:
+        """The view as rows of a table. Raises ResourceError."""
+        return (await self.pools()).rows()
+
+    # ------------------------------------------------------------------------------------------------------- inside
+    @property
+    def _lease(self) -> str:
+        return f"{self._name}/{self._run}"
+
+    async def _change(self, change: Callable[[Pools], T]) -> T:
+        """Apply `change` to the newest view and write it; again, when another run was faster."""
+        for _ in range(ATTEMPTS):
+            revision, pools = await self._look()
+            result = change(pools)
+            if await self._ask(self._store.swap, self._key, revision, msgspec.msgpack.encode(pools.state())):
+                return result
+        raise ResourceError(f"the view of pools {self._name!r} changed {ATTEMPTS} times while it was being written")
+
+    async def _look(self) -> tuple[int, Pools]:
+        """The newest view with this run's pools and bindings in it, and with no dead run in it."""
+        revision, document = await self._ask(self._store.read, self._key)
+        pools = Pools.of(msgspec.msgpack.decode(document)) if document else Pools()
+        pools.declare(self._specs)
+        others = sorted(pools.runs() - {self._run})
+        alive = await self._ask(self._store.held, [f"{self._name}/{run}" for run in others]) if others else []
+        for run, lives in zip(others, alive, strict=True):
+            if not lives:
+                taken = pools.release_run(run)
+                self._warn(f"run {run!r} is gone without giving its devices back: {len(taken)} bindings taken back")
+        for binding in self._mine.values():
+            if pools.binding(binding.binding_id) is None:
+                pools.adopt(binding)
+        return revision, pools
+
+    async def _beat(self) -> None:
+        """Renew the lease for ever; when the store was away, put back what it has lost."""
+        away = False
+        while True:
+            await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            try:
+                await self._ask(self._store.renew, self._lease, self._lease_s)
+                if away or self._mine:
+                    await self._restore()
+                if away:
+                    self._warn("the metadata store is back")
+                away = False
+            except (ResourceError, ConfigError) as error:
+                if not away:
+                    self._warn(f"{error}; the run goes on with what it has, and asks again")
+                away = True
+
+    async def _restore(self) -> None:
+        """Write again what a store that restarted without its data no longer knows."""
+        _, document = await self._ask(self._store.read, self._key)
+        known = Pools.of(msgspec.msgpack.decode(document)) if document else Pools()
+        if any(known.binding(binding_id) is None for binding_id in self._mine):
+            await self._change(_nothing)
+
+    async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.to_thread(call, *arguments)
+
+    def _note_loss(self, what: str) -> None:
+        self._lost.append(what)
+        self._warn(f"lost: {what}")
+
+    def _forget(self, lost: list[Binding]) -> list[Binding]:
+        return [binding for binding in lost if self._mine.pop(binding.binding_id, None) is not None]
+
+
+def _nothing(_: Pools) -> None:
+    """Only write the view, with what this run holds in it."""

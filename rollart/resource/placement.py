@@ -1,0 +1,235 @@
+"""Which pools a run has and which workers it wants on which class, from its config and the nodes of its runtime. PURE.
+
+    pools      declared in the config, completed by what the nodes have; or, without any, what the nodes have
+    wanted     one entry per worker: its role, class and number of devices
+    affinity   task tag -> class, for the router
+
+Invariant: what `place` returns can be bound on empty pools, else it raises an error that names the key. What this file
+leaves out: what other runs hold (`manager.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
+
+from msgspec import Struct
+
+from rollart import toml
+from rollart.checks import nearest
+from rollart.config import ROLES, Config, PoolConfig
+from rollart.errors import ConfigError, ResourceError
+from rollart.resource.classes import CPU, ROLE_WANTS, SERVERLESS, best_for
+from rollart.resource.pool import Pools
+from rollart.types import NodeInfo, PoolSpec
+
+CPU_SHARE = 64
+"""Workers that share a CPU core by time, unless a pool says otherwise."""
+
+WORKER_NAMES = {
+    "actor_train": "training",
+    "actor_gen": "inference",
+    "environment": "environment",
+    "reward": "reward",
+}
+
+
+class Wanted(Struct, frozen=True):
+    """One worker to be."""
+
+    worker: str
+    role: str
+    device_class: str
+    num_devices: int = 1
+
+
+class Placement(Struct, frozen=True):
+    """Everything about where a run's workers go."""
+
+    pools: tuple[PoolSpec, ...]
+    wanted: tuple[Wanted, ...]
+    affinity: dict[str, str]
+    fallback: dict[str, tuple[str, ...]]
+
+    def of_role(self, role: str) -> list[Wanted]:
+        """The workers of one role."""
+        return [each for each in self.wanted if each.role == role]
+
+    def device(self, pool: str) -> str:
+        """What torch calls the devices of a pool."""
+        return next(spec.device for spec in self.pools if spec.name == pool)
+
+
+def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLES, env_workers: int = 1) -> Placement:
+    """Plan a run. `env_workers`: what `roles.environment.workers = 0` means. Raises ConfigError, ResourceError."""
+    specs = tuple(pool_specs(config.pools, nodes))
+    pools = Pools(specs)
+    wanted = [each for role in roles for each in _workers(config, specs, role, env_workers)]
+    for each in wanted:
+        _bindable(pools, each)
+    affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
+    _check_affinity(affinity, pools, {each.device_class for each in wanted if each.role == "actor_gen"})
+    return Placement(specs, tuple(wanted), affinity, {name: pools.compatible(name)[1:] for name in pools.classes})
+
+
+# --------------------------------------------------------------------------------------------------------------- pools
+def pool_specs(pools: Mapping[str, PoolConfig], nodes: Sequence[NodeInfo]) -> list[PoolSpec]:
+    """The pools that `[pools.*]` declares, completed by what the nodes have. Raises ConfigError."""
+    declared = [_spec(name, pool, nodes) for name, pool in pools.items()]
+    there = {spec.device_class for spec in declared}
+    found = [spec for spec in _found(nodes) if not declared or (spec.device_class == CPU and CPU not in there)]
+    return declared + found
+
+
+def _found(nodes: Sequence[NodeInfo]) -> list[PoolSpec]:
+    """One pool per class that some node has. A lone accelerator is shared by engine and trainer."""
+    classes = dict.fromkeys(name for node in nodes for name in node.devices)
+    specs = []
+    for name in classes:
+        places = {node.name: tuple(range(node.devices[name])) for node in nodes if node.devices.get(name)}
+        is_cuda = any(name in node.cuda for node in nodes)
+        alone = sum(map(len, places.values())) == 1
+        share = CPU_SHARE if name == CPU else 2 if alone else 1
+        specs.append(PoolSpec(name, name, places, share=share, device="cuda" if is_cuda else "cpu"))
+    return specs
+
+
+def _spec(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo]) -> PoolSpec:
+    key = f"pools.{toml.key(name)}"
+    device_class = SERVERLESS if pool.url else pool.device_class or name
+    device = pool.device or ("cpu" if device_class in (CPU, SERVERLESS) else "cuda")
+    return PoolSpec(
+        name=name,
+        device_class=device_class,
+        nodes=_nodes(key, pool, device_class, device, nodes),
+        share=pool.share or (CPU_SHARE if device_class == CPU else 1),
+        cost=pool.cost,
+        compatible=tuple(pool.compatible),
+        optimised=pool.optimised,
+        device=device,
+        url=pool.url,
+    )
+
+
+def _nodes(
+    key: str, pool: PoolConfig, device_class: str, device: str, nodes: Sequence[NodeInfo]
+) -> dict[str, tuple[int, ...]]:
+    """Devices per node. What torch calls cuda must be there; a class emulated on the CPU is taken at its word."""
+    if pool.url:
+        return {"serverless": tuple(range(pool.count))}
+    known = [node.name for node in nodes]
+    if pool.nodes:
+        for node in pool.nodes:
+            if node not in known:
+                raise ConfigError(f"{key}.nodes: no node {node!r}{nearest(node, known)}")
+        return {node: _ids(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
+    if pool.ids:
+        return {known[0]: _ids(f"{key}.ids", pool.ids)}
+    offered = {node.name: node.devices.get(device_class, 0) for node in nodes}
+    if not any(offered.values()):
+        if device == "cuda":
+            has = "; ".join(f"{node.name}: {_what(node.devices)}" for node in nodes)
+            raise ConfigError(
+                f"{key}: no node has a device of class {device_class!r} ({has}); to emulate the class on CPU, "
+                'set device = "cpu"'
+            )
+        return {known[0]: tuple(range(pool.count or 1))}
+    return _take(key, pool.count, device_class, offered)
+
+
+def _take(key: str, count: int, device_class: str, offered: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    total = sum(offered.values())
+    if count > total:
+        raise ConfigError(f"{key}.count: {count} devices of class {device_class!r}, but the nodes have {total}")
+    left, taken = count or total, {}
+    for node, number in offered.items():
+        if (here := min(left, number)) > 0:
+            taken[node] = tuple(range(here))
+            left -= here
+    return taken
+
+
+def _ids(key: str, text: str) -> tuple[int, ...]:
+    """Indices of a text such as "0-3,6".
+
+    >>> _ids("", "0-3,6")
+    (0, 1, 2, 3, 6)
+    """
+    found: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ConfigError(f'{key}: {text!r} are not indices; write them as "0-7" or "0,2,5"')
+        found += range(int(first), int(last or first) + 1) if int(last or first) < 1 << 20 else ()
+    if len(set(found)) != len(found) or not found:
+        raise ConfigError(f"{key}: {text!r} names a device twice, or none")
+    return tuple(sorted(found))
+
+
+def _what(devices: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in devices.items()) or "nothing"
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+def _workers(config: Config, specs: Sequence[PoolSpec], role: str, env_workers: int) -> list[Wanted]:
+    """The workers of one role: as many per class as its table says, else as the affinity needs, else one."""
+    settings = config.roles.get(role)
+    classes = _classes(config, specs, role)
+    asked = settings.workers if settings else 0
+    if isinstance(asked, dict):
+        names = [name for name, number in asked.items() for _ in range(number)]
+    else:
+        default = env_workers if role == "environment" else len(classes)
+        names = list(islice(cycle(classes), asked or default))
+    if role == "actor_train" and len(names) != 1:
+        raise ConfigError(f"roles.actor_train.workers: {len(names)}, but the embedded trainer is one process; take 1")
+    devices = settings.devices if settings else 1
+    return [Wanted(f"{WORKER_NAMES[role]}-{number}", role, name, devices) for number, name in enumerate(names)]
+
+
+def _classes(config: Config, specs: Sequence[PoolSpec], role: str) -> list[str]:
+    """The classes that a role should have a worker on."""
+    settings = config.roles.get(role)
+    known = [spec.device_class for spec in specs]
+    if settings and settings.device_class:
+        if settings.device_class not in known:
+            raise ConfigError(
+                f"roles.{role}.device_class: no pool has class {settings.device_class!r}"
+                f"{nearest(settings.device_class, known)}"
+            )
+        return [settings.device_class]
+    if role == "actor_gen" and config.affinity == "auto":
+        accelerators = [spec.device_class for spec in specs if spec.device_class not in (CPU, SERVERLESS)]
+        if accelerators:
+            return list(dict.fromkeys(accelerators))
+    if role == "actor_gen" and isinstance(config.affinity, dict) and config.affinity:
+        return list(dict.fromkeys(config.affinity.values()))
+    wish = ROLE_WANTS[role]
+    best = best_for(wish, [(spec.device_class, spec.optimised or None, spec.cost) for spec in specs])  # type: ignore[misc]
+    if best is None:
+        raise ConfigError(f"roles.{role}: no pool has devices for it; declare one, such as [pools.CPU]")
+    return [best]
+
+
+def _bindable(pools: Pools, wanted: Wanted) -> None:
+    key = f"roles.{wanted.role}"
+    try:
+        pools.bind(f"plan/{wanted.worker}", wanted.role, wanted.device_class, wanted.num_devices)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except ResourceError as error:
+        raise ConfigError(
+            f"{key}: {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or share"
+        ) from error
+
+
+def _check_affinity(affinity: Mapping[str, str], pools: Pools, served: set[str]) -> None:
+    for tag, name in affinity.items():
+        key = f"affinity.{toml.key(tag)}"
+        if name not in pools.classes:
+            raise ConfigError(f"{key}: no pool has class {name!r}{nearest(name, pools.classes)}")
+        if not served & set(pools.compatible(name)):
+            raise ConfigError(
+                f"{key}: no worker of actor_gen is on class {name!r} or one compatible with it; "
+                f"actor_gen is on {', '.join(sorted(served))}"
+            )

@@ -1,0 +1,263 @@
+"""The workers of a run: placed on pools, started as Clusters, and replaced when they die.
+
+Invariant: every worker stands on a binding that this run holds, and gives it back when it is gone for good. A worker
+that dies is started again on the same binding, after `MAX_RESTARTS` deaths or with its node elsewhere; a role without
+any worker left, or the death of the trainer, ends the run. What this file leaves out: when a worker counts as dead
+(`control/supervisor.py`) and what becomes of the requests it held (`control/llm_proxy.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rollart.config import Config
+from rollart.control.llm_proxy import LLMProxy
+from rollart.data.cluster import Member, spawn
+from rollart.data.environment import RemoteEnvironment
+from rollart.data.inference import RemoteInference
+from rollart.data.reward import RemoteReward
+from rollart.data.runtime import open_runtime
+from rollart.data.training import RemoteTrainer
+from rollart.errors import ResourceError, RollartError, WorkerDied
+from rollart.protocols import Runtime, WorkerHandle
+from rollart.resource.manager import ResourceManager
+from rollart.resource.placement import Placement, place, pool_specs
+from rollart.resource.pool import PoolRow
+from rollart.resource.routing import Router
+from rollart.resource.store import open_store
+from rollart.types import Binding, TaskSpec
+
+ROLES = "rollart.data.roles"
+TARGETS = {"actor_gen": "inference", "environment": "environment", "reward": "reward", "actor_train": "training"}
+MAX_RESTARTS = 3
+"""Deaths of one worker after which its devices are at fault."""
+
+
+class Resources(Struct, frozen=True):
+    """What `summary.json` says of the resources: device class per worker, what was lost, and who was started again."""
+
+    workers: dict[str, str]
+    fell_back: dict[str, str]
+    lost: list[str]
+    restarts: dict[str, int]
+
+
+@dataclass
+class Workers:
+    """The workers of a run by role. `environment`, `reward` and `trainer` are what control calls."""
+
+    runtime: Runtime
+    resources: ResourceManager
+    placement: Placement
+    recipes: Mapping[str, Callable[[Binding], dict[str, Any]]]
+    members: dict[str, Member]
+    say: Callable[[str], None]
+    environment: RemoteEnvironment = field(init=False)
+    reward: RemoteReward | None = field(init=False)
+    trainer: RemoteTrainer | None = field(init=False)
+    proxy: LLMProxy | None = field(default=None, init=False)
+    restarts: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        reward, training = self.of_role("reward"), self.of_role("actor_train")
+        self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
+        self.reward = RemoteReward([member.handle for member in reward]) if reward else None
+        self.trainer = RemoteTrainer(training[0].handle) if training else None
+
+    def of_role(self, role: str) -> list[Member]:
+        """Those that are alive."""
+        return [member for member in self.members.values() if member.binding.role == role]
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """All workers."""
+        return [member.handle for member in self.members.values()]
+
+    def router(self) -> Router:
+        """Routing by the affinity of the run."""
+        return Router(self.placement.affinity, self.placement.fallback)
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Device class of each worker."""
+        return {member.name: member.binding.device_class for member in self.members.values()}
+
+    def inference(self) -> list[RemoteInference]:
+        """The inference workers."""
+        return [RemoteInference(member.handle) for member in self.of_role("actor_gen")]
+
+    def report(self) -> Resources:
+        """For the summary."""
+        held = {member.name: member.binding for member in self.members.values()}
+        return Resources(
+            workers={name: str(each) for name, each in held.items()},
+            fell_back={n: f"{each.asked_class} -> {each.device_class}" for n, each in held.items() if each.fell_back},
+            lost=self.resources.lost,
+            restarts=dict(self.restarts),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- recovery
+    async def recover(self, worker: WorkerHandle, reason: str) -> WorkerHandle | None:
+        """Replace a dead worker; None when the run goes on without. Raises what ends the run."""
+        dead = self.members.pop(worker.name)
+        role = dead.binding.role
+        self._forget(dead)
+        if role == "actor_train":
+            raise WorkerDied(f"worker {worker.name!r} died: {reason}")
+        self.say(f"worker {worker.name} died: {reason.splitlines()[0]}")
+        origin = worker.name.partition(".")[0]
+        while True:
+            self.restarts[origin] += 1
+            try:
+                binding = await self._new_binding(dead.binding, self.restarts[origin])
+            except ResourceError as error:
+                if not self.of_role(role):
+                    raise WorkerDied(
+                        f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"
+                    ) from error
+                self.say(f"going on without {origin}: {error}")
+                return None
+            name = f"{origin}.{self.restarts[origin]}"
+            try:
+                member = await self._start(name, binding)
+            except RollartError as error:
+                self.say(f"{name} could not be started on {binding}: {str(error).splitlines()[0]}")
+                dead = Member(dead.handle, binding)
+                continue
+            self.say(f"{name} runs on {binding} in its place")
+            return member.handle
+
+    async def _new_binding(self, old: Binding, attempt: int) -> Binding:
+        """The same devices, unless their node is gone or they failed too often; then others."""
+        nodes = {node.name for node in await self.runtime.nodes()}
+        if old.node not in nodes:
+            await self.resources.fail_node(old.node)
+        elif attempt <= MAX_RESTARTS:
+            return old
+        else:
+            await self.resources.fail(old)
+        return await self.resources.bind(f"{old.worker}", old.role, old.asked_class, len(old.devices))
+
+    async def _start(self, name: str, binding: Binding) -> Member:
+        target = f"{ROLES}:{TARGETS[binding.role]}"
+        handle = await self.runtime.spawn(name, target, self.recipes[binding.role](binding), binding)
+        member = Member(handle, binding)
+        self.members[name] = member
+        match binding.role:
+            case "actor_gen" if self.proxy is not None:
+                await self.proxy.join(RemoteInference(handle), binding.device_class)
+            case "environment":
+                self.environment.join(handle)
+            case "reward" if self.reward is not None:
+                self.reward.join(handle)
+            case _:
+                pass
+        return member
+
+    def _forget(self, dead: Member) -> None:
+        match dead.binding.role:
+            case "actor_gen" if self.proxy is not None:
+                self.proxy.lost(dead.name)
+            case "environment":
+                self.environment.lost(dead.name)
+            case "reward" if self.reward is not None:
+                self.reward.lost(dead.name)
+            case _:
+                pass
+
+
+@contextlib.asynccontextmanager
+async def started(
+    config: Config,
+    run: str,
+    logs: Path,
+    specs: Mapping[str, TaskSpec],
+    model: Path,
+    weights: Mapping[str, Any],
+    train: bool,
+    say: Callable[[str], None],
+) -> AsyncIterator[Workers]:
+    """Place and start all workers of a run, at once; end them and give their devices back on every way out.
+
+    Raises ConfigError or ResourceError before anything starts, then whatever a worker's construction raised.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = open_runtime(config.runtime, logs)
+        stack.push_async_callback(_shielded, runtime.shutdown)
+        settings = config.resources
+        placement = place(config, await runtime.nodes(), _roles(specs, train))
+        store = open_store(settings.store)
+        resources = ResourceManager(store, placement.pools, run, name=settings.name, lease_s=settings.lease_s, warn=say)
+        await resources.open()
+        stack.push_async_callback(_shielded, resources.close)
+        stack.push_async_callback(_shielded, runtime.shutdown)
+        bindings = [
+            await resources.bind(each.worker, each.role, each.device_class, each.num_devices)
+            for each in placement.wanted
+        ]
+        recipes = _recipes(config, model, dict(weights))
+        wanted = [(each, f"{ROLES}:{TARGETS[each.role]}", recipes[each.role](each)) for each in bindings]
+        members = await spawn(runtime, wanted)
+        yield Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+
+
+async def _shielded(close: Callable[[], Any]) -> None:
+    await asyncio.shield(close())
+
+
+def _roles(specs: Mapping[str, TaskSpec], train: bool) -> list[str]:
+    roles = ["actor_gen", "environment"]
+    if any(spec.has_reward for spec in specs.values()):
+        roles.append("reward")
+    return [*roles, "actor_train"] if train else roles
+
+
+def _recipes(config: Config, model: Path, weights: dict[str, Any]) -> dict[str, Callable[[Binding], dict[str, Any]]]:
+    """Per role, the arguments of its function in `data/roles.py` for a worker on a binding."""
+    rollout = config.rollout
+    tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
+    hosted = {"tasks": tasks, "num_threads": rollout.env_threads}
+    engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
+    return {
+        "actor_gen": lambda binding: {
+            "model_folder": str(model),
+            "engine": config.engine,
+            "engine_options": {**engine_options, "device": binding.device},
+            "weights": weights,
+        },
+        "environment": lambda _: hosted,
+        "reward": lambda _: hosted,
+        "actor_train": lambda binding: {
+            "model_folder": str(model),
+            "trainer": config.trainer,
+            "options": msgspec.to_builtins(config.train),
+            "device": binding.device,
+            "temperature": rollout.temperature,
+            "seed": config.seed,
+            "weights": weights,
+        },
+    }
+
+
+def view(config: Config) -> list[PoolRow]:
+    """The pools of a config as they are now in its store. Raises ConfigError, ResourceError."""
+    return asyncio.run(_view(config))
+
+
+async def _view(config: Config) -> list[PoolRow]:
+    runtime = open_runtime(config.runtime, Path())
+    try:
+        settings = config.resources
+        specs = pool_specs(config.pools, await runtime.nodes())
+        return await ResourceManager(open_store(settings.store), specs, "view", name=settings.name).rows()
+    finally:
+        await runtime.shutdown()
