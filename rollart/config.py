@@ -184,7 +184,7 @@ class RoleConfig(Section, frozen=True, kw_only=True):
     """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment or reward run."""
 
     device_class: str = ""
-    """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, CPU for environment."""
+    """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, else CPU."""
     workers: Whole | dict[str, Count] = 0
     """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one, or as many as the work needs."""
     devices: Count = 1

@@ -19,7 +19,7 @@ from rollart import toml
 from rollart.checks import nearest
 from rollart.config import ROLES, Config, PoolConfig
 from rollart.errors import ConfigError, ResourceError
-from rollart.resource.classes import CPU, ROLE_WANTS, SERVERLESS, best_for
+from rollart.resource.classes import CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
 from rollart.types import NodeInfo, PoolSpec
 
@@ -204,7 +204,7 @@ def _classes(config: Config, specs: Sequence[PoolSpec], role: str) -> list[str]:
             return list(dict.fromkeys(accelerators))
     if role == "actor_gen" and isinstance(config.affinity, dict) and config.affinity:
         return list(dict.fromkeys(config.affinity.values()))
-    wish = ROLE_WANTS[role]
+    wish: Optimised = "cpu" if role == "reward" else ROLE_WANTS[role]  # its functions are plain Python
     best = best_for(wish, [(spec.device_class, spec.optimised or None, spec.cost) for spec in specs])  # type: ignore[misc]
     if best is None:
         raise ConfigError(f"roles.{role}: no pool has devices for it; declare one, such as [pools.CPU]")

@@ -259,7 +259,7 @@ class Pools:
         what = f"{wanted} device{'s' if wanted != 1 else ''}"
         rows = [row for row in self.rows() if row.device_class == device_class]
         there = "; ".join(f"{row.node}: {row.total} in all, {row.free} free, {row.failed} failed" for row in rows)
-        held = [holder for row in rows for holder in row.holders]
+        held = sorted(holder for row in rows for holder in row.holders)
         holders = ", ".join(held[:NAMED]) + (f" and {len(held) - NAMED} more" if len(held) > NAMED else "")
         others = self.compatible(device_class)[1:]
         fallback = (
