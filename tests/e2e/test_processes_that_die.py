@@ -1,4 +1,4 @@
-"""SIGKILL of a worker or of the driver: a clear end, nothing left over, and a checkpoint from which to go on."""
+"""SIGKILL of a worker or of the driver: it is replaced, or a clear end, nothing left over, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,21 +9,36 @@ import pytest
 
 from rollart.cli import main
 from rollart.run_folder import checkpoints
-from tests.e2e.laboratory import PATIENCE_S, Laboratory, check_audit, summary
+from tests.e2e.laboratory import PATIENCE_S, Laboratory, check_audit, steps_done, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 LONG = ("runtime=local", "steps=1000", "log.checkpoint_every=1")
 
 
-def test_the_death_of_the_engine_ends_the_run_with_one_clear_line(lab: Laboratory) -> None:
+@pytest.mark.parametrize("role", ["inference", "environment"])
+def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(role: str, lab: Laboratory) -> None:
+    process = lab.start("runtime=local", "steps=12", "log.checkpoint_every=1")
+    process.until(lambda: steps_done(lab.run) >= 2, "its second step")
+    process.worker(f"{role}-0").kill()
+    assert process.wait() == 0, process.text()
+    assert f"worker {role}-0 died: its process was killed by SIGKILL" in process.text()
+    assert f"{role}-0.1 runs on CPU:" in process.text()
+    assert "Traceback" not in process.text()
+    check_audit(lab.run, steps=12, alpha=1)
+    resources = summary(lab.run)["resources"]
+    assert resources["restarts"] == {f"{role}-0": 1}
+    assert f"{role}-0.1" in resources["workers"]
+
+
+def test_the_death_of_the_trainer_ends_the_run_with_one_clear_line(lab: Laboratory) -> None:
     process = lab.start(*LONG)
     process.until(lambda: len(checkpoints(lab.run)) >= 2, "its second checkpoint")
     workers = process.workers()
-    process.worker("inference-0").kill()
+    process.worker("training-0").kill()
     assert process.wait() == 1, process.text()
     (error,) = [line for line in process.text().splitlines() if line.startswith("rollart: error: ")]
-    assert "inference-0" in error
+    assert "training-0" in error
     assert "SIGKILL" in error
     assert "Traceback" not in process.text()
     assert not any(map(psutil.Process.is_running, workers))
