@@ -39,7 +39,8 @@ from rollart.types import Binding, TaskSpec
 ROLES = "rollart.data.roles"
 TARGETS = {"actor_gen": "inference", "environment": "environment", "reward": "reward", "actor_train": "training"}
 MAX_RESTARTS = 3
-"""Deaths of one worker after which its devices are at fault."""
+"""Deaths of one worker within `RESTART_WINDOW_S` after which its devices are at fault."""
+RESTART_WINDOW_S = 600.0
 
 
 class Resources(Struct, frozen=True):
@@ -66,6 +67,7 @@ class Workers:
     trainer: RemoteTrainer | None = field(init=False)
     proxy: LLMProxy | None = field(default=None, init=False)
     restarts: Counter[str] = field(default_factory=Counter, init=False)
+    _deaths: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         reward, training = self.of_role("reward"), self.of_role("actor_train")
@@ -118,7 +120,7 @@ class Workers:
         while True:
             self.restarts[origin] += 1
             try:
-                binding = await self._new_binding(dead.binding, self.restarts[origin])
+                binding = await self._new_binding(dead.binding, self._recent_deaths(origin))
             except ResourceError as error:
                 if not self.of_role(role):
                     raise WorkerDied(
@@ -136,16 +138,24 @@ class Workers:
             self.say(f"{name} runs on {binding} in its place")
             return member.handle
 
-    async def _new_binding(self, old: Binding, attempt: int) -> Binding:
-        """The same devices, unless their node is gone or they failed too often; then others."""
+    def _recent_deaths(self, origin: str) -> int:
+        now = asyncio.get_running_loop().time()
+        recent = [when for when in self._deaths.get(origin, []) if now - when < RESTART_WINDOW_S]
+        self._deaths[origin] = [*recent, now]
+        return len(self._deaths[origin])
+
+    async def _new_binding(self, old: Binding, deaths: int) -> Binding:
+        """The same devices, unless their node is gone or they failed too often; then others. Raises ResourceError."""
         nodes = {node.name for node in await self.runtime.nodes()}
         if old.node not in nodes:
             await self.resources.fail_node(old.node)
-        elif attempt <= MAX_RESTARTS:
+        elif deaths <= MAX_RESTARTS:
             return old
+        elif self.placement.share(old.pool) > 1:  # others work on the same devices: it is not they that are broken
+            raise ResourceError(f"it died {deaths} times within {RESTART_WINDOW_S:g} s")
         else:
             await self.resources.fail(old)
-        return await self.resources.bind(f"{old.worker}", old.role, old.asked_class, len(old.devices))
+        return await self.resources.bind(old.worker, old.role, old.asked_class, len(old.devices))
 
     async def _start(self, name: str, binding: Binding) -> Member:
         target = f"{ROLES}:{TARGETS[binding.role]}"

@@ -55,9 +55,9 @@ class Placement(Struct, frozen=True):
         """The workers of one role."""
         return [each for each in self.wanted if each.role == role]
 
-    def device(self, pool: str) -> str:
-        """What torch calls the devices of a pool."""
-        return next(spec.device for spec in self.pools if spec.name == pool)
+    def share(self, pool: str) -> int:
+        """Workers that one device of a pool carries at once."""
+        return next(spec.share for spec in self.pools if spec.name == pool)
 
 
 def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLES, env_workers: int = 1) -> Placement:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import random
 import signal
 import threading
@@ -156,3 +157,11 @@ def not_a_number(request: RewardRequest) -> float:
 def hopeless(request: RewardRequest) -> float:
     """A reward that always raises."""
     raise ZeroDivisionError("no points")
+
+
+class Deadly(Friendly):
+    """Takes its whole process along."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)

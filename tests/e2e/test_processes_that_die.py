@@ -9,7 +9,7 @@ import pytest
 
 from rollart.cli import main
 from rollart.run_folder import checkpoints
-from tests.e2e.laboratory import PATIENCE_S, Laboratory, check_audit, steps_done, summary
+from tests.e2e.laboratory import PATIENCE_S, SMALL, Laboratory, check_audit, steps_done, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -29,6 +29,16 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(role: str, lab:
     resources = summary(lab.run)["resources"]
     assert resources["restarts"] == {f"{role}-0": 1}
     assert f"{role}-0.1" in resources["workers"]
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run_when_nothing_takes_its_place(lab: Laboratory) -> None:
+    text = SMALL.replace("Friendly", "Deadly")
+    process = lab.start("runtime=local", text=text)
+    assert process.wait() == 1, process.text()
+    (error,) = [line for line in process.text().splitlines() if line.startswith("rollart: error: ")]
+    assert "environment-0" in error
+    assert "nothing takes its place: it died 4 times" in error
+    assert summary(lab.run)["resources"]["restarts"] == {"environment-0": 4}
 
 
 def test_the_death_of_the_trainer_ends_the_run_with_one_clear_line(lab: Laboratory) -> None:
