@@ -258,6 +258,20 @@ class RewardRequest(Struct, frozen=True):
     info: dict[str, Any] = field(default_factory=dict)
 
 
+class ShardNews(Struct):
+    """What a rollout shard tells, all at once, of what happened since it told last.
+
+    `number` counts the tellings; `stages`: trajectories by stage at this moment; `progress`: trajectory id -> (start
+    version, generated tokens).
+    """
+
+    number: int
+    stages: dict[str, int]
+    progress: dict[str, tuple[int, int]]
+    ended: list[Trajectory]
+    aborted: list[Trajectory]
+
+
 class PoolSpec(Struct, frozen=True):
     """A pool of devices of one class. `nodes`: indices of the devices per node; `share`: bindings per device at once.
 
