@@ -24,12 +24,13 @@ from rollart.checkpoint import Checkpoints, ControlState
 from rollart.config import Config
 from rollart.console import View, open_view
 from rollart.control.background import Background
-from rollart.control.env_manager import Services
+from rollart.control.env_manager import Services, sampling_of
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
@@ -38,9 +39,10 @@ from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.run_folder import RunFolder, resolved_config
+from rollart.shard import RemoteShard
 from rollart.tasks import registry, warmup
 from rollart.tasks.chat import ChatRenderer
-from rollart.types import Sampling, TaskSpec
+from rollart.types import TaskSpec
 from rollart.usage import Usage
 from rollart.workers import Workers, started
 
@@ -248,7 +250,8 @@ class _Run:
         proxy = _proxy(workers, background, step)
         services = _services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
-        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
+        runner = await _sharded(workers, services, ledger, specs, step)
+        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail, runner=runner)
         totals = Totals()
         if state is not None:
             with boundary(RunFolderError, f"the checkpoint of step {step} in {self._folder.path} is damaged"):
@@ -312,15 +315,28 @@ def _proxy(workers: Workers, background: Background, version: int) -> LLMProxy:
     return workers.proxy
 
 
+async def _sharded(
+    workers: Workers, services: Services, ledger: Ledger, specs: dict[str, TaskSpec], version: int
+) -> ShardedRunner | None:
+    """Who runs the trajectories where the run has rollout shards."""
+    shards = workers.of_role("rollout")
+    if not shards:
+        return None
+    runner = ShardedRunner(services, ledger.clock, specs, version)
+    services.proxy.followers = workers.runner = runner
+    for shard in shards:
+        await runner.join(RemoteShard(shard.handle))
+    return runner
+
+
 def _services(
     config: Config, workers: Workers, proxy: LLMProxy, renderer: ChatRenderer, background: Background, ledger: Ledger
 ) -> Services:
-    rollout = config.rollout
     return Services(
         env=workers.environment,
         proxy=proxy,
         renderer=renderer,
-        sampling=Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
+        sampling=sampling_of(config),
         background=background,
         clock=ledger.clock,
         reward=workers.reward,

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config
+from rollart.config import Config, to_dict
 from rollart.control.llm_proxy import LLMProxy
+from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
 from rollart.data.environment import RemoteEnvironment
 from rollart.data.inference import RemoteInference
@@ -28,16 +29,24 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.errors import ResourceError, RollartError, WorkerDied
-from rollart.protocols import Runtime, WorkerHandle
+from rollart.protocols import Addressed, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
 from rollart.resource.placement import Placement, place, pool_specs
 from rollart.resource.pool import PoolRow
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
+from rollart.shard import RemoteShard
 from rollart.types import Binding, TaskSpec
 
-ROLES = "rollart.data.roles"
-TARGETS = {"actor_gen": "inference", "environment": "environment", "reward": "reward", "actor_train": "training"}
+TARGETS = {
+    "actor_gen": "rollart.data.roles:inference",
+    "environment": "rollart.data.roles:environment",
+    "reward": "rollart.data.roles:reward",
+    "actor_train": "rollart.data.roles:training",
+    "rollout": "rollart.shard:RolloutShard",
+}
+MET = ("actor_gen", "environment", "reward")
+"""Roles whose workers a rollout shard talks to."""
 MAX_RESTARTS = 3
 """Deaths of one worker after which its devices are at fault."""
 
@@ -65,6 +74,7 @@ class Workers:
     reward: RemoteReward | None = field(init=False)
     trainer: RemoteTrainer | None = field(init=False)
     proxy: LLMProxy | None = field(default=None, init=False)
+    runner: ShardedRunner | None = field(default=None, init=False)
     restarts: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +121,8 @@ class Workers:
         dead = self.members.pop(worker.name)
         role = dead.binding.role
         self._forget(dead)
+        if role in MET:
+            await self._tell_lost(worker.name)
         if role == "actor_train":
             raise WorkerDied(f"worker {worker.name!r} died: {reason}")
         self.say(f"worker {worker.name} died: {reason.splitlines()[0]}")
@@ -148,10 +160,8 @@ class Workers:
         return await self.resources.bind(f"{old.worker}", old.role, old.asked_class, len(old.devices))
 
     async def _start(self, name: str, binding: Binding) -> Member:
-        target = f"{ROLES}:{TARGETS[binding.role]}"
-        handle = await self.runtime.spawn(name, target, self.recipes[binding.role](binding), binding)
+        handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
         member = Member(handle, binding)
-        self.members[name] = member
         match binding.role:
             case "actor_gen" if self.proxy is not None:
                 await self.proxy.join(RemoteInference(handle), binding.device_class)
@@ -161,7 +171,42 @@ class Workers:
                 self.reward.join(handle)
             case _:
                 pass
+        self.members[name] = member
+        await self.introduce(member)
+        if binding.role == "rollout" and self.runner is not None:
+            await self.runner.join(RemoteShard(handle))
         return member
+
+    async def introduce(self, member: Member) -> None:
+        """Let a new shard meet all others, and a new worker all shards. Raises ResourceError, WorkerDied."""
+        role = member.binding.role
+        if role == "rollout":
+            others = [other for each in MET for other in self.of_role(each)]
+            await asyncio.gather(*(self._meet(member, other) for other in others))
+        elif role in MET:
+            meetings = (self._meet(shard, member) for shard in self.of_role("rollout"))
+            for answer in await asyncio.gather(*meetings, return_exceptions=True):
+                if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+                    raise answer
+
+    async def _meet(self, shard: Member, other: Member) -> None:
+        """A worker that is dead is not met: its successor will be."""
+        if not isinstance(other.handle, Addressed):
+            raise ResourceError(
+                f"worker {other.name}: the workers of this runtime cannot call each other, which rollout shards need; "
+                "raise rollout.shard_trajectories"
+            )
+        try:
+            address = await other.handle.address()
+        except WorkerDied:
+            return
+        binding = other.binding
+        await shard.handle.call("meet", binding.role, other.name, address, binding.device_class)
+
+    async def _tell_lost(self, name: str) -> None:
+        """Shards may not have noticed yet."""
+        shards = self.of_role("rollout")
+        await asyncio.gather(*(shard.handle.call("lost", name) for shard in shards), return_exceptions=True)
 
     def _forget(self, dead: Member) -> None:
         match dead.binding.role:
@@ -171,6 +216,8 @@ class Workers:
                 self.environment.lost(dead.name)
             case "reward" if self.reward is not None:
                 self.reward.lost(dead.name)
+            case "rollout" if self.runner is not None:
+                self.runner.lost(dead.name)
             case _:
                 pass
 
@@ -204,10 +251,11 @@ async def started(
             await resources.bind(each.worker, each.role, each.device_class, each.num_devices)
             for each in placement.wanted
         ]
-        recipes = _recipes(config, model, dict(weights))
-        wanted = [(each, f"{ROLES}:{TARGETS[each.role]}", recipes[each.role](each)) for each in bindings]
-        members = await spawn(runtime, wanted)
-        yield Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        recipes = _recipes(config, model, dict(weights), placement)
+        members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
+        workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
+        yield workers
 
 
 async def _shielded(close: Callable[[], Any]) -> None:
@@ -218,10 +266,12 @@ def _roles(specs: Mapping[str, TaskSpec], train: bool) -> list[str]:
     roles = ["actor_gen", "environment"]
     if any(spec.has_reward for spec in specs.values()):
         roles.append("reward")
-    return [*roles, "actor_train"] if train else roles
+    return [*roles, "rollout", "actor_train"] if train else roles
 
 
-def _recipes(config: Config, model: Path, weights: dict[str, Any]) -> dict[str, Callable[[Binding], dict[str, Any]]]:
+def _recipes(
+    config: Config, model: Path, weights: dict[str, Any], placement: Placement
+) -> dict[str, Callable[[Binding], dict[str, Any]]]:
     """Per role, the arguments of its function in `data/roles.py` for a worker on a binding."""
     rollout = config.rollout
     tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
@@ -236,6 +286,12 @@ def _recipes(config: Config, model: Path, weights: dict[str, Any]) -> dict[str, 
         },
         "environment": lambda _: hosted,
         "reward": lambda _: hosted,
+        "rollout": lambda _: {
+            "config": to_dict(config),
+            "model_folder": str(model),
+            "affinity": placement.affinity,
+            "fallback": {name: list(others) for name, others in placement.fallback.items()},
+        },
         "actor_train": lambda binding: {
             "model_folder": str(model),
             "trainer": config.trainer,

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from rollart.config import Config, from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
 from rollart.control.evaluator import EvalResult, Evaluator
-from rollart.control.ledger import Ledger, StageClock
+from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.runner import max_age
-from rollart.control.shard import Shard
 from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
@@ -30,20 +27,16 @@ from rollart.types import (
     EnvReply,
     GenRequest,
     GenResult,
-    GroupSpec,
     ParameterInfo,
     RewardRequest,
     Sampling,
-    ShardNews,
-    StopReason,
     TaskSpec,
     TrainBatch,
     TrainReport,
     Trajectory,
     WeightManifest,
 )
-
-T = TypeVar("T")
+from tests.fake_shards import FakeShard
 
 PARAMETERS = [ParameterInfo("embed", (8, 4), "float32"), ParameterInfo("head", (4, 8), "float32")]
 
@@ -334,83 +327,6 @@ class FakeWorker:
     async def stop(self) -> None: ...
 
 
-class MortalEnv:
-    """An environment handle in a process that may die: from then on nothing it says is heard."""
-
-    def __init__(self, env: FakeEnv) -> None:
-        self.dead = False
-        self._env = env
-
-    async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
-        return await self._env.reset(env_id, task, seed)
-
-    async def step(self, env_id: str, action: str) -> EnvReply:
-        return await self._env.step(env_id, action)
-
-    async def close(self, env_id: str) -> None:
-        if not self.dead:
-            await self._env.close(env_id)
-
-    async def give_up(self, env_ids: list[str]) -> None:
-        raise AssertionError("only the driver gives up")
-
-
-class FakeShard:
-    """A shard as the driver sees it: a real `Shard`, reached over MessagePack, that dies when told."""
-
-    def __init__(
-        self, name: str, env: FakeEnv, engines: Sequence[FakeInference], tasks: dict[str, TaskSpec], oldest: int | None
-    ) -> None:
-        self.name = name
-        self.env, self.background, clock = MortalEnv(env), Background(), StageClock()
-        self.proxy = LLMProxy(engines, background=self.background)
-        services = Services(self.env, self.proxy, FakeRenderer(), Sampling(), self.background, clock)
-        self._shard = Shard(name, services, clock, tasks, oldest)
-        self._death = asyncio.Event()
-
-    def die(self) -> None:
-        """As by SIGKILL: all that runs in it is gone, and nothing more is heard of it."""
-        self.env.dead = True
-        self._death.set()
-        for _, task in self._shard._runner._running.values():
-            task.cancel()
-
-    async def order(self, starts: dict[str, GroupSpec], aborts: dict[str, StopReason]) -> None:
-        await self._call(self._shard.order(_moved(starts, dict[str, GroupSpec]), dict(aborts)))
-
-    async def news(self) -> ShardNews:
-        return _moved(await self._call(self._shard.news()), ShardNews)
-
-    async def suspend(self) -> ShardNews:
-        return _moved(await self._call(self._shard.suspend()), ShardNews)
-
-    async def update(self, version: int) -> None:
-        await self._call(self._shard.update(version))
-
-    async def resume(self) -> None:
-        await self._call(self._shard.resume())
-
-    async def close(self) -> None:
-        await self._call(self._shard.close())
-
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        call, death = asyncio.ensure_future(work), asyncio.ensure_future(self._death.wait())
-        try:
-            await asyncio.sleep(0.001)
-            await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)
-            if self._death.is_set():
-                raise WorkerDied(f"{self.name}: killed by SIGKILL")
-            return call.result()
-        finally:
-            for task in (call, death):
-                task.cancel()
-            await asyncio.gather(call, death, return_exceptions=True)
-
-
-def _moved(value: Any, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
-
-
 @dataclass
 class FakeHooks:
     """Remembers what the loop reports. `on_step` is called after each step, `on_checkpoint` at each checkpoint."""
@@ -507,7 +423,7 @@ class FakeRun:
 
     def new_shard(self, name: str) -> FakeShard:
         """One that knows the same engines and environments."""
-        return FakeShard(name, self.env, self.engines, self.tasks, max_age(self.config))
+        return FakeShard(name, self.env, self.engines, FakeRenderer(), self.tasks, max_age(self.config))
 
     async def join(self, shard: FakeShard) -> None:
         """It takes its share from now on."""

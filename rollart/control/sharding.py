@@ -56,9 +56,7 @@ class _Member:
 class ShardedRunner:
     """`services` are the driver's own, through which it gives up what a dead shard held. `version`: of the weights."""
 
-    def __init__(
-        self, services: Services, clock: StageClock, tasks: Mapping[str, TaskSpec], version: int = 0
-    ) -> None:
+    def __init__(self, services: Services, clock: StageClock, tasks: Mapping[str, TaskSpec], version: int = 0) -> None:
         self._services = services
         self._clock = clock
         self._tasks = tasks

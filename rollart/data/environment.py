@@ -79,6 +79,11 @@ class EnvironmentWorker:
         else:
             idle.append(hosted)
 
+    async def give_up(self, env_ids: list[str]) -> None:
+        """Close episodes whose owner is dead; unknown ids are nothing to do."""
+        for env_id in env_ids:
+            await self.close(env_id)
+
     async def shutdown(self) -> None:
         """Close all environments; one that does not close in time is left to the end of the process."""
         for hosted in (*self._running.values(), *(each for idle in self._idle.values() for each in idle)):
@@ -160,6 +165,13 @@ class RemoteEnvironment:
             return  # which is said once, by whoever watches the worker
         except WorkerError as error:
             log.warning("close of %s on %s: %s", env_id, worker.name, error)
+
+    async def give_up(self, env_ids: list[str]) -> None:
+        """Close episodes that another process began, on whichever worker they are. Never raises."""
+        calls = [worker.call("give_up", env_ids) for worker in self._workers]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Exception) and not isinstance(answer, WorkerDied):
+                log.warning("giving up environments: %s", answer)
 
     def lost(self, name: str) -> None:
         """A worker is dead: its environments are gone. Harmless when that is known."""

@@ -97,9 +97,7 @@ async def serve(connection: socket.socket) -> None:
         await _obey(host, listener, reader, writer)
 
 
-async def _obey(
-    host: Host, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def _obey(host: Host, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def reply(work: Awaitable[Answer]) -> None:

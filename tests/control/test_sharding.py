@@ -93,9 +93,9 @@ def test_the_length_of_redundant_members_is_known() -> None:
 
 def test_the_death_of_a_shard_reruns_its_members_and_gives_up_what_they_held() -> None:
     async def kill(run: FakeRun) -> None:
-        assert run.runner is not None
-        while sum(len(engine.in_flight) for engine in run.engines) < 4:
-            await asyncio.sleep(0.05)
+        engine, busy = run.engines[0], asyncio.Event()
+        engine.failing = lambda request: bool(len(engine.in_flight) >= 3 and busy.set())  # type: ignore[func-returns-value]
+        await busy.wait()
         run.shards[0].die()
 
     run = trained(kill, rollout__group_size=4, steps=8, eval__episodes=1)

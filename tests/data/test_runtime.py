@@ -150,8 +150,10 @@ def test_a_worker_ends_when_its_driver_is_gone(tmp_path: Path) -> None:
         assert isinstance(worker, ProcessWorker)
         blocked = asyncio.create_task(worker.call("block"))
         await asyncio.sleep(0.1)
+        folder = Path((await worker.address()).removeprefix("unix:")).parent
         worker._connection.shutdown(2)
         await asyncio.wait_for(worker.process.wait(), 10)
+        assert not folder.exists(), "its socket went with it"
         with pytest.raises(WorkerDied):
             await blocked
         await runtime.shutdown()
@@ -249,28 +251,31 @@ def test_what_runs_for_a_caller_that_goes_away_is_cancelled() -> None:
         assert isinstance(worker, Addressed)
         other = await connect("w", await worker.address())
         calling = asyncio.create_task(other.call("wait"))
-        while not await worker.call("waiting", returns=int):
-            await asyncio.sleep(0.01)
+        await worker.call("begun")
         await other.stop()
         with pytest.raises(WorkerDied):
             await calling
-        while await worker.call("waiting", returns=int):
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(worker.call("ended"), 30)
         await runtime.shutdown()
 
     asyncio.run(scenario())
 
 
 class Patient:
+    """Waits for ever, and tells when that has begun and ended."""
+
     def __init__(self) -> None:
-        self.num_waiting = 0
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()
 
     async def wait(self) -> None:
-        self.num_waiting += 1
+        self._begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            self.num_waiting -= 1
+            self._ended.set()
 
-    async def waiting(self) -> int:
-        return self.num_waiting
+    async def begun(self) -> None:
+        await self._begun.wait()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
