@@ -39,6 +39,7 @@ from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.run_folder import RunFolder, resolved_config
+from rollart.scaling import EnvironmentScaler
 from rollart.shard import RemoteShard
 from rollart.tasks import registry, warmup
 from rollart.tasks.chat import ChatRenderer
@@ -279,12 +280,27 @@ class _Run:
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
-        watching = asyncio.ensure_future(observer.watch())
+        watching = [asyncio.ensure_future(observer.watch())]
+        if _scales(config):
+            scaler = EnvironmentScaler(
+                workers, proxy.stats, ledger.clock.counts, supervisor.watch, self._decided(workers.decide)
+            )
+            watching.append(asyncio.ensure_future(scaler.run()))
         try:
             await self._loop.run()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    def _decided(self, tell: Callable[[str], None]) -> Callable[[str], None]:
+        """A decision is shown, kept for the summary, and logged."""
+
+        def decided(line: str) -> None:
+            tell(line)
+            self._folder.log(line)
+
+        return decided
 
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
@@ -297,6 +313,12 @@ async def _evaluate(config: Config, run: Path, state: ControlState, model: Path,
         source = TaskSource(config.seed, specs)
         evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
         return await Supervisor(workers.handles, workers.recover).guard(evaluator.run())
+
+
+def _scales(config: Config) -> bool:
+    """Whether the number of environment workers is left to us; inline they have no processor time of their own."""
+    asked = config.roles["environment"].workers if "environment" in config.roles else 0
+    return not asked and config.runtime != "inline"
 
 
 def _unique(run: Path) -> str:

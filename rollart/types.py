@@ -247,6 +247,16 @@ class EnvReply(Struct, frozen=True):
     info: dict[str, Any] = field(default_factory=dict)
 
 
+class EnvironmentCost(Struct):
+    """Counters of one environment worker since its start. CPU seconds of calls, in their threads, and of all of it."""
+
+    resets: int = 0
+    steps: int = 0
+    reset_cpu_s: float = 0.0
+    step_cpu_s: float = 0.0
+    process_cpu_s: float = 0.0
+
+
 class RewardRequest(Struct, frozen=True):
     """What a reward function sees: the text of one trajectory and what its environment said of it. Nothing else."""
 

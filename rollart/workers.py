@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from rollart.config import Config, to_dict
 from rollart.control.llm_proxy import LLMProxy
@@ -36,7 +37,7 @@ from rollart.resource.pool import PoolRow
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
 from rollart.shard import RemoteShard
-from rollart.types import Binding, TaskSpec
+from rollart.types import Binding, EnvironmentCost, TaskSpec
 
 TARGETS = {
     "actor_gen": "rollart.data.roles:inference",
@@ -52,12 +53,15 @@ MAX_RESTARTS = 3
 
 
 class Resources(Struct, frozen=True):
-    """What `summary.json` says of the resources: device class per worker, what was lost, and who was started again."""
+    """What `summary.json` says of the resources: device class per worker, what was lost, who was started again, and
+    what was decided about their number.
+    """
 
     workers: dict[str, str]
     fell_back: dict[str, str]
     lost: list[str]
     restarts: dict[str, int]
+    decisions: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -70,17 +74,21 @@ class Workers:
     recipes: Mapping[str, Callable[[Binding], dict[str, Any]]]
     members: dict[str, Member]
     say: Callable[[str], None]
-    environment: RemoteEnvironment = field(init=False)
-    reward: RemoteReward | None = field(init=False)
-    trainer: RemoteTrainer | None = field(init=False)
-    proxy: LLMProxy | None = field(default=None, init=False)
-    runner: ShardedRunner | None = field(default=None, init=False)
-    restarts: Counter[str] = field(default_factory=Counter, init=False)
+    environment: RemoteEnvironment = attribute(init=False)
+    reward: RemoteReward | None = attribute(init=False)
+    trainer: RemoteTrainer | None = attribute(init=False)
+    proxy: LLMProxy | None = attribute(default=None, init=False)
+    runner: ShardedRunner | None = attribute(default=None, init=False)
+    restarts: Counter[str] = attribute(default_factory=Counter, init=False)
+    decisions: list[str] = attribute(default_factory=list, init=False)
+    num_environments: int = attribute(init=False)
+    """Environment workers ever started, successors of dead ones not counted."""
 
     def __post_init__(self) -> None:
         reward, training = self.of_role("reward"), self.of_role("actor_train")
         self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
+        self.num_environments = len(self.of_role("environment"))
         self.trainer = RemoteTrainer(training[0].handle) if training else None
 
     def of_role(self, role: str) -> list[Member]:
@@ -113,7 +121,39 @@ class Workers:
             fell_back={n: f"{each.asked_class} -> {each.device_class}" for n, each in held.items() if each.fell_back},
             lost=self.resources.lost,
             restarts=dict(self.restarts),
+            decisions=list(self.decisions),
         )
+
+    # ------------------------------------------------------------------------------------------ environment workers
+    async def environment_costs(self) -> dict[str, EnvironmentCost]:
+        """Per living environment worker, its counters."""
+        members = self.of_role("environment")
+        calls = (member.handle.call("cost", returns=EnvironmentCost) for member in members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            member.name: answer
+            for member, answer in zip(members, answers, strict=True)
+            if isinstance(answer, EnvironmentCost)
+        }
+
+    async def free_cores(self) -> int:
+        """Cores of the environments' class without a worker, counting those of other runs, and the driver as one."""
+        class_name = self.placement.of_role("environment")[0].device_class
+        rows = [row for row in await self.resources.rows() if row.device_class == class_name]
+        return sum(row.total - row.failed - len(row.holders) for row in rows) - 1
+
+    async def add_environment(self) -> WorkerHandle:
+        """Start one more environment worker, on the node with most room. Raises RollartError."""
+        model = self.placement.of_role("environment")[0]
+        self.num_environments += 1
+        name = f"environment-{self.num_environments - 1}"
+        binding = await self.resources.bind(name, model.role, model.device_class, model.num_devices)
+        return (await self._start(name, binding)).handle
+
+    def decide(self, line: str) -> None:
+        """Tell of a decision, and keep it for the summary."""
+        self.decisions.append(line)
+        self.say(line)
 
     # ---------------------------------------------------------------------------------------------------- recovery
     async def recover(self, worker: WorkerHandle, reason: str) -> WorkerHandle | None:
