@@ -31,7 +31,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
-ROLES = ("actor_train", "actor_gen", "environment", "reward")
+ROLES = ("actor_train", "actor_gen", "environment", "reward", "rollout")
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,6 +105,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Longest sequence that the engine holds."""
     env_threads: Count = 32
     """Environments that one environment worker steps at once."""
+    shard_trajectories: Count = 4096
+    """Trajectories in flight that one process manages; beyond it they are spread over shard processes."""
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -181,12 +183,13 @@ class PoolConfig(Section, frozen=True, kw_only=True):
 
 
 class RoleConfig(Section, frozen=True, kw_only=True):
-    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment or reward run."""
+    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment, reward or rollout (shards) run."""
 
     device_class: str = ""
     """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, else CPU."""
     workers: Whole | dict[str, Count] = 0
-    """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one, or as many as the work needs."""
+    """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one per class, and for environment as many as
+    the measured cost of steps asks for."""
     devices: Count = 1
     """Devices of each worker."""
 
@@ -267,6 +270,8 @@ class Limits(Struct, frozen=True):
     """Upper bound of running trajectories."""
     buffer_groups: int
     """Upper bound of finished groups that wait for training."""
+    shards: int
+    """Processes that the trajectories are spread over; 1: they run in the driver."""
     trajectories_per_batch: int
     groups_per_minibatch: int
 
@@ -275,14 +280,23 @@ def limits(config: Config) -> Limits:
     """Derived limits: slots = ceil((alpha + 1) x groups per batch) + extra groups (paper section 5)."""
     rollout = config.rollout
     slots = math.ceil((config.effective_alpha + 1) * rollout.groups_per_batch) + rollout.extra_groups
+    in_flight = slots * (rollout.group_size + rollout.extra_members)
     return Limits(
         alpha=config.effective_alpha,
         slots=slots,
-        trajectories_in_flight=slots * (rollout.group_size + rollout.extra_members),
+        trajectories_in_flight=in_flight,
         buffer_groups=slots,
+        shards=1 if unshardable(config) else math.ceil(in_flight / rollout.shard_trajectories),
         trajectories_per_batch=rollout.groups_per_batch * rollout.group_size,
         groups_per_minibatch=rollout.groups_per_batch // config.train.minibatches,
     )
+
+
+def unshardable(config: Config) -> str:
+    """Why the trajectories of this config stay in one process, whatever their number; empty where they need not."""
+    if config.plan.lockstep:
+        return f"schedule {config.schedule} steps all environments together"
+    return "runtime inline is one process" if config.runtime == "inline" else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -385,6 +399,8 @@ def _check_pools(config: Config) -> None:
     for name in config.roles:
         if name not in ROLES:
             raise ConfigError(f"roles.{toml.key(name)}: not a role{nearest(name, ROLES)}")
+    if "rollout" in config.roles and config.roles["rollout"].workers:
+        raise ConfigError("roles.rollout.workers: follows from rollout.shard_trajectories; set that instead")
     for name, pool in config.pools.items():
         said = [key for key in ("count", "ids", "nodes") if getattr(pool, key)]
         if len(said) > 1:

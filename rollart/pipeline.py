@@ -24,12 +24,13 @@ from rollart.checkpoint import Checkpoints, ControlState
 from rollart.config import Config
 from rollart.console import View, open_view
 from rollart.control.background import Background
-from rollart.control.env_manager import Services
+from rollart.control.env_manager import Services, sampling_of
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
@@ -38,9 +39,11 @@ from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.run_folder import RunFolder, resolved_config
+from rollart.scaling import EnvironmentScaler
+from rollart.shard import RemoteShard
 from rollart.tasks import registry, warmup
 from rollart.tasks.chat import ChatRenderer
-from rollart.types import Sampling, TaskSpec
+from rollart.types import TaskSpec
 from rollart.usage import Usage
 from rollart.workers import Workers, started
 
@@ -248,7 +251,8 @@ class _Run:
         proxy = _proxy(workers, background, step)
         services = _services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
-        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail)
+        runner = await _sharded(workers, services, ledger, specs, step)
+        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail, runner=runner)
         totals = Totals()
         if state is not None:
             with boundary(RunFolderError, f"the checkpoint of step {step} in {self._folder.path} is damaged"):
@@ -276,12 +280,27 @@ class _Run:
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
-        watching = asyncio.ensure_future(observer.watch())
+        watching = [asyncio.ensure_future(observer.watch())]
+        if _scales(config):
+            scaler = EnvironmentScaler(
+                workers, proxy.stats, ledger.clock.counts, supervisor.watch, self._decided(workers.decide)
+            )
+            watching.append(asyncio.ensure_future(scaler.run()))
         try:
             await self._loop.run()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    def _decided(self, tell: Callable[[str], None]) -> Callable[[str], None]:
+        """A decision is shown, kept for the summary, and logged."""
+
+        def decided(line: str) -> None:
+            tell(line)
+            self._folder.log(line)
+
+        return decided
 
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
@@ -294,6 +313,12 @@ async def _evaluate(config: Config, run: Path, state: ControlState, model: Path,
         source = TaskSource(config.seed, specs)
         evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
         return await Supervisor(workers.handles, workers.recover).guard(evaluator.run())
+
+
+def _scales(config: Config) -> bool:
+    """Whether the number of environment workers is left to us; inline they have no processor time of their own."""
+    asked = config.roles["environment"].workers if "environment" in config.roles else 0
+    return not asked and config.runtime != "inline"
 
 
 def _unique(run: Path) -> str:
@@ -312,15 +337,28 @@ def _proxy(workers: Workers, background: Background, version: int) -> LLMProxy:
     return workers.proxy
 
 
+async def _sharded(
+    workers: Workers, services: Services, ledger: Ledger, specs: dict[str, TaskSpec], version: int
+) -> ShardedRunner | None:
+    """Who runs the trajectories where the run has rollout shards."""
+    shards = workers.of_role("rollout")
+    if not shards:
+        return None
+    runner = ShardedRunner(services, ledger.clock, specs, version)
+    services.proxy.followers = workers.runner = runner
+    for shard in shards:
+        await runner.join(RemoteShard(shard.handle))
+    return runner
+
+
 def _services(
     config: Config, workers: Workers, proxy: LLMProxy, renderer: ChatRenderer, background: Background, ledger: Ledger
 ) -> Services:
-    rollout = config.rollout
     return Services(
         env=workers.environment,
         proxy=proxy,
         renderer=renderer,
-        sampling=Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
+        sampling=sampling_of(config),
         background=background,
         clock=ledger.clock,
         reward=workers.reward,

@@ -16,10 +16,13 @@ from rollart.types import (
     EnvReply,
     GenRequest,
     GenResult,
+    GroupSpec,
     NodeInfo,
     ParameterInfo,
     RewardRequest,
     Sampling,
+    ShardNews,
+    StopReason,
     TaskSpec,
     TrainBatch,
     TrainReport,
@@ -197,6 +200,15 @@ class WorkerHandle(Protocol):
         ...
 
 
+@runtime_checkable
+class Addressed(Protocol):
+    """A worker handle that other workers of the run can be given; a runtime may have none."""
+
+    async def address(self) -> str:
+        """Where others reach the worker, for `data.peers.connect`; it begins to listen when first asked."""
+        ...
+
+
 class Runtime(Protocol):
     """Where workers run. `target` is `module:Class`; `kwargs` must be msgpack-able."""
 
@@ -263,11 +275,56 @@ class EnvHandle(Protocol):
         """Never raises; closing twice is harmless."""
         ...
 
+    async def give_up(self, env_ids: list[str]) -> None:
+        """Close episodes that another process began, wherever they are; unknown ids are nothing to do. Never raises."""
+        ...
+
 
 class RewardHandle(Protocol):
     """Scores finished trajectories. Raises RewardError."""
 
     async def score(self, request: RewardRequest) -> float: ...
+
+
+class ShardHandle(Protocol):
+    """One process that runs trajectories; see `control/shard.py`. Every call raises WorkerDied when it is gone."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def order(self, starts: dict[str, GroupSpec], aborts: dict[str, StopReason]) -> None:
+        """Start trajectories by id, abort others; those that have ended are left alone."""
+        ...
+
+    async def news(self) -> ShardNews:
+        """Wait for something to tell, then tell all of it. Raises what must end the run."""
+        ...
+
+    async def suspend(self) -> ShardNews:
+        """No request leaves until `resume`; all news so far."""
+        ...
+
+    async def update(self, version: int) -> None:
+        """The engines hold `version`."""
+        ...
+
+    async def resume(self) -> None:
+        """Requests may leave."""
+        ...
+
+    async def close(self) -> None:
+        """Wait until all trajectories, and what they left to close, have ended."""
+        ...
+
+
+class Followers(Protocol):
+    """Those who must obey the weights protocol besides the engines."""
+
+    async def suspend(self) -> None: ...
+
+    async def update(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
 
 
 class TrainHandle(Protocol):

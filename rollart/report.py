@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollart.config import Config, limits
+from rollart.config import Config, limits, unshardable
 from rollart.types import TaskSpec
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "alpha": f"{bounds.alpha:g} (schedule {config.schedule}): no older trajectory is trained on, in versions",
         "slots": f"{bounds.slots} groups admitted and not yet trained, dropped or aborted",
         "in flight": f"at most {bounds.trajectories_in_flight} trajectories ({bounds.slots} groups of {members})",
+        "shards": _shards(config),
         "engine": f"{rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
         "buffer": f"at most {bounds.buffer_groups} finished groups",
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
@@ -52,6 +53,17 @@ def pools(rows: Sequence[PoolRow]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _shards(config: Config) -> str:
+    """Where the trajectories are managed."""
+    bounds, most = limits(config), config.rollout.shard_trajectories
+    if bounds.shards > 1:
+        return f"{bounds.shards} rollout processes, each for at most {most} trajectories in flight"
+    why = unshardable(config)
+    if why and bounds.trajectories_in_flight > most:
+        return f"none, though more than {most} trajectories are in flight: {why}"
+    return "none: the driver manages all trajectories"
 
 
 def _pools(placement: Placement | None) -> str:

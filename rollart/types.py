@@ -247,6 +247,16 @@ class EnvReply(Struct, frozen=True):
     info: dict[str, Any] = field(default_factory=dict)
 
 
+class EnvironmentCost(Struct):
+    """Counters of one environment worker since its start. CPU seconds of calls, in their threads, and of all of it."""
+
+    resets: int = 0
+    steps: int = 0
+    reset_cpu_s: float = 0.0
+    step_cpu_s: float = 0.0
+    process_cpu_s: float = 0.0
+
+
 class RewardRequest(Struct, frozen=True):
     """What a reward function sees: the text of one trajectory and what its environment said of it. Nothing else."""
 
@@ -256,6 +266,20 @@ class RewardRequest(Struct, frozen=True):
     responses: list[str]
     env_reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
+
+
+class ShardNews(Struct):
+    """What a rollout shard tells, all at once, of what happened since it told last.
+
+    `number` counts the tellings; `stages`: trajectories by stage at this moment; `progress`: trajectory id -> (start
+    version, generated tokens).
+    """
+
+    number: int
+    stages: dict[str, int]
+    progress: dict[str, tuple[int, int]]
+    ended: list[Trajectory]
+    aborted: list[Trajectory]
 
 
 class PoolSpec(Struct, frozen=True):

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config
+from rollart.config import Config, to_dict
 from rollart.control.llm_proxy import LLMProxy
+from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
 from rollart.data.environment import RemoteEnvironment
 from rollart.data.inference import RemoteInference
@@ -28,28 +29,39 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.errors import ResourceError, RollartError, WorkerDied
-from rollart.protocols import Runtime, WorkerHandle
+from rollart.protocols import Addressed, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
 from rollart.resource.placement import Placement, place, pool_specs
 from rollart.resource.pool import PoolRow
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
-from rollart.types import Binding, TaskSpec
+from rollart.shard import RemoteShard
+from rollart.types import Binding, EnvironmentCost, TaskSpec
 
-ROLES = "rollart.data.roles"
-TARGETS = {"actor_gen": "inference", "environment": "environment", "reward": "reward", "actor_train": "training"}
+TARGETS = {
+    "actor_gen": "rollart.data.roles:inference",
+    "environment": "rollart.data.roles:environment",
+    "reward": "rollart.data.roles:reward",
+    "actor_train": "rollart.data.roles:training",
+    "rollout": "rollart.shard:RolloutShard",
+}
+MET = ("actor_gen", "environment", "reward")
+"""Roles whose workers a rollout shard talks to."""
 MAX_RESTARTS = 3
 """Deaths of one worker within `RESTART_WINDOW_S` after which its devices are at fault."""
 RESTART_WINDOW_S = 600.0
 
 
 class Resources(Struct, frozen=True):
-    """What `summary.json` says of the resources: device class per worker, what was lost, and who was started again."""
+    """What `summary.json` says of the resources: device class per worker, what was lost, who was started again, and
+    what was decided about their number.
+    """
 
     workers: dict[str, str]
     fell_back: dict[str, str]
     lost: list[str]
     restarts: dict[str, int]
+    decisions: list[str] = msgspec.field(default_factory=list)
 
 
 @dataclass
@@ -66,13 +78,18 @@ class Workers:
     reward: RemoteReward | None = field(init=False)
     trainer: RemoteTrainer | None = field(init=False)
     proxy: LLMProxy | None = field(default=None, init=False)
+    runner: ShardedRunner | None = field(default=None, init=False)
     restarts: Counter[str] = field(default_factory=Counter, init=False)
+    decisions: list[str] = field(default_factory=list, init=False)
+    num_environments: int = field(init=False)
+    """Environment workers ever started, successors of dead ones not counted."""
     _deaths: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         reward, training = self.of_role("reward"), self.of_role("actor_train")
         self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
+        self.num_environments = len(self.of_role("environment"))
         self.trainer = RemoteTrainer(training[0].handle) if training else None
 
     def of_role(self, role: str) -> list[Member]:
@@ -105,7 +122,39 @@ class Workers:
             fell_back={n: f"{each.asked_class} -> {each.device_class}" for n, each in held.items() if each.fell_back},
             lost=self.resources.lost,
             restarts=dict(self.restarts),
+            decisions=list(self.decisions),
         )
+
+    # ------------------------------------------------------------------------------------------ environment workers
+    async def environment_costs(self) -> dict[str, EnvironmentCost]:
+        """Per living environment worker, its counters."""
+        members = self.of_role("environment")
+        calls = (member.handle.call("cost", returns=EnvironmentCost) for member in members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            member.name: answer
+            for member, answer in zip(members, answers, strict=True)
+            if isinstance(answer, EnvironmentCost)
+        }
+
+    async def free_cores(self) -> int:
+        """Cores of the environments' class without a worker, counting those of other runs, and the driver as one."""
+        class_name = self.placement.of_role("environment")[0].device_class
+        rows = [row for row in await self.resources.rows() if row.device_class == class_name]
+        return sum(row.total - row.failed - len(row.holders) for row in rows) - 1
+
+    async def add_environment(self) -> WorkerHandle:
+        """Start one more environment worker, on the node with most room. Raises RollartError."""
+        model = self.placement.of_role("environment")[0]
+        self.num_environments += 1
+        name = f"environment-{self.num_environments - 1}"
+        binding = await self.resources.bind(name, model.role, model.device_class, model.num_devices)
+        return (await self._start(name, binding)).handle
+
+    def decide(self, line: str) -> None:
+        """Tell of a decision, and keep it for the summary."""
+        self.decisions.append(line)
+        self.say(line)
 
     # ---------------------------------------------------------------------------------------------------- recovery
     async def recover(self, worker: WorkerHandle, reason: str) -> WorkerHandle | None:
@@ -113,6 +162,8 @@ class Workers:
         dead = self.members.pop(worker.name)
         role = dead.binding.role
         self._forget(dead)
+        if role in MET:
+            await self._tell_lost(worker.name)
         if role == "actor_train":
             raise WorkerDied(f"worker {worker.name!r} died: {reason}")
         self.say(f"worker {worker.name} died: {reason.splitlines()[0]}")
@@ -158,10 +209,8 @@ class Workers:
         return await self.resources.bind(old.worker, old.role, old.asked_class, len(old.devices))
 
     async def _start(self, name: str, binding: Binding) -> Member:
-        target = f"{ROLES}:{TARGETS[binding.role]}"
-        handle = await self.runtime.spawn(name, target, self.recipes[binding.role](binding), binding)
+        handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
         member = Member(handle, binding)
-        self.members[name] = member
         match binding.role:
             case "actor_gen" if self.proxy is not None:
                 await self.proxy.join(RemoteInference(handle), binding.device_class)
@@ -171,7 +220,42 @@ class Workers:
                 self.reward.join(handle)
             case _:
                 pass
+        self.members[name] = member
+        await self.introduce(member)
+        if binding.role == "rollout" and self.runner is not None:
+            await self.runner.join(RemoteShard(handle))
         return member
+
+    async def introduce(self, member: Member) -> None:
+        """Let a new shard meet all others, and a new worker all shards. Raises ResourceError, WorkerDied."""
+        role = member.binding.role
+        if role == "rollout":
+            others = [other for each in MET for other in self.of_role(each)]
+            await asyncio.gather(*(self._meet(member, other) for other in others))
+        elif role in MET:
+            meetings = (self._meet(shard, member) for shard in self.of_role("rollout"))
+            for answer in await asyncio.gather(*meetings, return_exceptions=True):
+                if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+                    raise answer
+
+    async def _meet(self, shard: Member, other: Member) -> None:
+        """A worker that is dead is not met: its successor will be."""
+        if not isinstance(other.handle, Addressed):
+            raise ResourceError(
+                f"worker {other.name}: the workers of this runtime cannot call each other, which rollout shards need; "
+                "raise rollout.shard_trajectories"
+            )
+        try:
+            address = await other.handle.address()
+        except WorkerDied:
+            return
+        binding = other.binding
+        await shard.handle.call("meet", binding.role, other.name, address, binding.device_class)
+
+    async def _tell_lost(self, name: str) -> None:
+        """Shards may not have noticed yet."""
+        shards = self.of_role("rollout")
+        await asyncio.gather(*(shard.handle.call("lost", name) for shard in shards), return_exceptions=True)
 
     def _forget(self, dead: Member) -> None:
         match dead.binding.role:
@@ -181,6 +265,8 @@ class Workers:
                 self.environment.lost(dead.name)
             case "reward" if self.reward is not None:
                 self.reward.lost(dead.name)
+            case "rollout" if self.runner is not None:
+                self.runner.lost(dead.name)
             case _:
                 pass
 
@@ -214,10 +300,11 @@ async def started(
             await resources.bind(each.worker, each.role, each.device_class, each.num_devices)
             for each in placement.wanted
         ]
-        recipes = _recipes(config, model, dict(weights))
-        wanted = [(each, f"{ROLES}:{TARGETS[each.role]}", recipes[each.role](each)) for each in bindings]
-        members = await spawn(runtime, wanted)
-        yield Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        recipes = _recipes(config, model, dict(weights), placement)
+        members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
+        workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
+        yield workers
 
 
 async def _shielded(close: Callable[[], Any]) -> None:
@@ -228,10 +315,12 @@ def _roles(specs: Mapping[str, TaskSpec], train: bool) -> list[str]:
     roles = ["actor_gen", "environment"]
     if any(spec.has_reward for spec in specs.values()):
         roles.append("reward")
-    return [*roles, "actor_train"] if train else roles
+    return [*roles, "rollout", "actor_train"] if train else roles
 
 
-def _recipes(config: Config, model: Path, weights: dict[str, Any]) -> dict[str, Callable[[Binding], dict[str, Any]]]:
+def _recipes(
+    config: Config, model: Path, weights: dict[str, Any], placement: Placement
+) -> dict[str, Callable[[Binding], dict[str, Any]]]:
     """Per role, the arguments of its function in `data/roles.py` for a worker on a binding."""
     rollout = config.rollout
     tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
@@ -246,6 +335,12 @@ def _recipes(config: Config, model: Path, weights: dict[str, Any]) -> dict[str, 
         },
         "environment": lambda _: hosted,
         "reward": lambda _: hosted,
+        "rollout": lambda _: {
+            "config": to_dict(config),
+            "model_folder": str(model),
+            "affinity": placement.affinity,
+            "fallback": {name: list(others) for name, others in placement.fallback.items()},
+        },
         "actor_train": lambda binding: {
             "model_folder": str(model),
             "trainer": config.trainer,

@@ -16,6 +16,8 @@ from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.runner import max_age
+from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import StepSummary, TrainingLoop
@@ -34,6 +36,7 @@ from rollart.types import (
     Trajectory,
     WeightManifest,
 )
+from tests.fake_shards import FakeShard
 
 PARAMETERS = [ParameterInfo("embed", (8, 4), "float32"), ParameterInfo("head", (4, 8), "float32")]
 
@@ -194,6 +197,10 @@ class FakeEnv:
 
     async def close(self, env_id: str) -> None:
         self.closed[env_id] += 1
+
+    async def give_up(self, env_ids: list[str]) -> None:
+        for env_id in self.opened.intersection(env_ids):
+            self.closed[env_id] += 1
 
     @property
     def left_open(self) -> set[str]:
@@ -357,6 +364,7 @@ class FakeRun:
         reward: FakeReward | None = None,
         start_step: int = 0,
         max_drops: int | None = None,
+        num_shards: int = 0,
         **options: Any,
     ) -> None:
         self.tasks = tasks or {"maze": TaskSpec("maze")}
@@ -374,6 +382,9 @@ class FakeRun:
         services = Services(
             self.env, self.proxy, FakeRenderer(), Sampling(), self.background, self.ledger.clock, reward
         )
+        self.runner = ShardedRunner(services, self.ledger.clock, self.tasks) if num_shards else None
+        self.proxy.followers = self.runner
+        self.shards = [self.new_shard(f"rollout-{n}") for n in range(num_shards)]
         self.source = TaskSource(self.config.seed, self.tasks)
         self.scheduler = RolloutScheduler(
             self.config,
@@ -384,6 +395,7 @@ class FakeRun:
             self.recorder,
             self.supervisor.fail,
             max_drops,
+            self.runner,
         )
         evaluator = Evaluator(services, self.tasks, self.source, self.config.eval.episodes)
         self.loop = TrainingLoop(
@@ -402,10 +414,21 @@ class FakeRun:
     async def train(self) -> FakeRun:
         """Run to the end, and check what must hold after every run."""
         try:
+            for shard in self.shards:
+                await self.join(shard)
             await self.loop.run()
         finally:
             self.check()
         return self
+
+    def new_shard(self, name: str) -> FakeShard:
+        """One that knows the same engines and environments."""
+        return FakeShard(name, self.env, self.engines, FakeRenderer(), self.tasks, max_age(self.config))
+
+    async def join(self, shard: FakeShard) -> None:
+        """It takes its share from now on."""
+        assert self.runner is not None
+        await self.runner.join(shard)
 
     def check(self) -> None:
         """Nothing is left behind, nothing trained twice, nothing trained too old, every trajectory ended once."""
@@ -414,6 +437,8 @@ class FakeRun:
         assert not self.env.left_open, f"environments were not closed: {self.env.left_open}"
         assert not self.scheduler.book.num_running
         assert not len(self.background)
+        assert not any(self.ledger.clock.counts.values()), self.ledger.clock.counts
+        assert all(shard.env.dead or not len(shard.background) for shard in self.shards)
         trained = [t.trajectory_id for batch in self.trainer.batches for g in batch.groups for t in g.trajectories]
         assert len(trained) == len(set(trained)), "a trajectory was trained twice"
         for summary in self.hooks.summaries:

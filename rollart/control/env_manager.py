@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from rollart.config import Config
 from rollart.control.background import Background
 from rollart.control.ledger import StageClock
 from rollart.control.llm_proxy import LLMProxy
@@ -59,6 +60,22 @@ class Services:
     background: Background
     clock: StageClock
     reward: RewardHandle | None = None
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Temperature and filters of a run."""
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+
+
+def env_ids(trajectory_id: str, task: TaskSpec) -> list[str]:
+    """Every id under which a trajectory may hold an environment: one per attempt to reset it."""
+    return [trajectory_id, *(f"{trajectory_id}-r{attempt}" for attempt in range(1, task.env_retries + 1))]
+
+
+def request_ids(trajectory_id: str, task: TaskSpec) -> list[str]:
+    """Every id under which it may have a request: one per turn."""
+    return [f"{trajectory_id}-t{turn}" for turn in range(task.max_turns)]
 
 
 def _no_progress(trajectory_id: str, start_version: int, num_tokens: int) -> None:
@@ -146,8 +163,8 @@ class EnvManager:
     async def _reset(self) -> EnvReply:
         """Reset with bounded retries, exponential backoff and jitter drawn from the trajectory's id."""
         self._enter("reset")
-        for attempt in range(self._task.env_retries + 1):
-            self._env_id = f"{self._id}-r{attempt}" if attempt else self._id
+        for attempt, env_id in enumerate(env_ids(self._id, self._task)):
+            self._env_id = env_id
             self._env_open = True
             try:
                 return await self._reset_once()

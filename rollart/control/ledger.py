@@ -47,6 +47,15 @@ class StageClock:
             self.counts[after] += 1
             self.num_running += 1
 
+    def shift(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+        """Trajectories of another process were in the stages `before`, and are in the stages `after`."""
+        if self._batch_awaited or self._training:
+            self._integrate()
+        for stage in self.counts:
+            change = after.get(stage, 0) - before.get(stage, 0)
+            self.counts[stage] += change
+            self.num_running += change
+
     def await_batch(self, waiting: bool) -> None:
         """The trainer begins or ends to wait for a batch."""
         self._integrate()

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rollart.control.background import Background
 from rollart.errors import RollartError, WorkerDied
-from rollart.protocols import InferenceHandle
+from rollart.protocols import Followers, InferenceHandle
 from rollart.resource.routing import Router
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
 
@@ -33,7 +33,11 @@ class _Flight(Struct):
 
 
 class LLMProxy:
-    """`classes` gives a worker's device class for `router`."""
+    """`classes` gives a worker's device class for `router`.
+
+    The driver's proxy moves the weights, and tells `followers`. One in a shard only holds and lets go when it is told,
+    by `hold` and `let_go`, and its `version` is set.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class LLMProxy:
         self._suspended = False
         self._has_weights = False
         self._changing = asyncio.Lock()
+        self.followers: Followers | None = None
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
         for worker in workers:
@@ -108,16 +113,38 @@ class LLMProxy:
             self._add(worker, device_class)
         self._open_gate()
 
+    def add(self, worker: InferenceHandle, device_class: str = "default") -> None:
+        """A worker that holds the weights already. Harmless when it is known."""
+        if worker.name not in self._workers:
+            self._add(worker, device_class)
+            self._open_gate()
+
+    async def give_up(self, trajectory_ids: list[str], request_ids: list[str]) -> None:
+        """End requests that another process began, and free their KV; unknown ids are nothing to do."""
+        await self._all(lambda worker: worker.abort(request_ids), "abort")
+        await self._all(lambda worker: worker.release(trajectory_ids), "release")
+
     @property
     def num_workers(self) -> int:
         """Workers that are alive, as far as is known."""
         return len(self._workers)
 
     # ----------------------------------------------------------------------------------------------------- weights
+    def hold(self) -> None:
+        """Close the gate: no new request reaches a worker."""
+        self._suspended = True
+
+    def let_go(self) -> None:
+        """Open the gate."""
+        self._suspended = False
+        self._open_gate()
+
     async def suspend(self) -> None:
         """Step 2 of the protocol: close the gate, stop all engines between two steps."""
         async with self._changing:
-            self._suspended = True
+            self.hold()
+            if self.followers is not None:
+                await self.followers.suspend()
             await self._all(lambda worker: worker.suspend(), "suspend")
 
     async def prefetch(self, version: int) -> None:
@@ -128,6 +155,8 @@ class LLMProxy:
         """Step 3: all workers load `version`. Raises WeightsError naming the worker."""
         async with self._changing:
             await self._all(lambda worker: worker.update(version), f"update to version {version}")
+            if self.followers is not None:
+                await self.followers.update(version)
             self.version = version
             self._has_weights = True
 
@@ -135,8 +164,9 @@ class LLMProxy:
         """Step 4: engines go on, the gate opens."""
         async with self._changing:
             await self._all(lambda worker: worker.resume(), "resume")
-            self._suspended = False
-        self._open_gate()
+            if self.followers is not None:
+                await self.followers.resume()
+        self.let_go()
 
     async def logprobs(self, tokens: list[int]) -> dict[str, list[float]]:
         """Per worker, the log-probability of each token given those before it."""

@@ -1,24 +1,22 @@
 """RolloutScheduler: obeys the group book with real coroutines, and keeps the slots filled.
 
-Invariants: every running trajectory is one task of the loop, listed in `_running` until it ended or was aborted; an
-abort cancels the task, which closes its environment and aborts its request in the engine; after `close` no task is
-left. A run that cannot go on says so through `fail`, with the last causes, and never hangs.
-What it leaves out: decisions on members, slots and staleness (`group_book.py`) and on order (`task_source.py`).
+Invariants: every instruction of the book is obeyed once, in order; after `close` no trajectory is left. A run that
+cannot go on says so through `fail`, with the last causes, and never hangs.
+What it leaves out: decisions on members, slots and staleness (`group_book.py`) and on order (`task_source.py`), and
+where trajectories run (`runner.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, assert_never
 
 import msgspec
 
 from rollart.config import Config, limits
-from rollart.control.env_manager import EnvManager, Services
+from rollart.control.env_manager import Services
 from rollart.control.group_book import (
     Abort,
     Discard,
@@ -32,6 +30,7 @@ from rollart.control.group_book import (
 )
 from rollart.control.ledger import Ledger
 from rollart.control.lockstep import Lockstep
+from rollart.control.runner import LocalRunner, Runner, max_age
 from rollart.control.sample_buffer import Batch, SampleBuffer
 from rollart.control.staleness import Staleness
 from rollart.control.task_source import TaskSource
@@ -39,11 +38,12 @@ from rollart.errors import RolloutError
 from rollart.protocols import Recorder
 from rollart.types import Group, GroupSpec, TaskSpec, Trajectory
 
-DRAIN_S = 10.0
-
 
 class RolloutScheduler:
-    """`fail` ends the run. `max_drops`: groups dropped in a row (default 20 batches of them) that end it."""
+    """`fail` ends the run. `max_drops`: groups dropped in a row (default 20 batches of them) that end it.
+
+    runner: who runs the trajectories; default: this process, with `services`.
+    """
 
     def __init__(
         self,
@@ -55,12 +55,11 @@ class RolloutScheduler:
         recorder: Recorder,
         fail: Callable[[BaseException], None],
         max_drops: int | None = None,
+        runner: Runner | None = None,
     ) -> None:
         rollout, self._plan = config.rollout, config.plan
         self._rollout = rollout
-        self._tasks = tasks
         self._source = source
-        self._services = services
         self._ledger = ledger
         self._recorder = recorder
         self._fail = fail
@@ -68,9 +67,8 @@ class RolloutScheduler:
         rules = _rules(config)
         self.book = GroupBook(rules)
         self._buffer = SampleBuffer(rules.staleness, lambda: services.proxy.version, self._evicted)
-        self._lockstep = Lockstep() if self._plan.lockstep else None
-        self._running: dict[str, tuple[EnvManager, asyncio.Task[Trajectory]]] = {}
-        self._ending: set[asyncio.Task[Trajectory]] = set()
+        self._runner = runner or _in_this_process(config, services, tasks)
+        self._runner.listen(self)
         self._pending: deque[GroupSpec] = deque()
         self._in_hand: list[Batch] = []
         self._resumed: deque[Batch] = deque()
@@ -118,9 +116,7 @@ class RolloutScheduler:
         """Abort all trajectories and wait until they, and what they left to close, have ended."""
         self._open = False
         self._obey(self.book.abort_all())
-        while self._ending:
-            await asyncio.wait(set(self._ending))
-        await self._services.background.drain(DRAIN_S)
+        await self._runner.close()
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def snapshot(self) -> dict[str, Any]:
@@ -155,6 +151,24 @@ class RolloutScheduler:
             "free_slots": self.book.free_slots,
         }
 
+    # ---------------------------------------------------------------------------------- what its runner tells it
+    def progress(self, trajectory_id: str, start_version: int, num_tokens: int) -> None:
+        """As `Listener.progress`."""
+        self.book.progress(trajectory_id, start_version, num_tokens)
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """As `Listener.ended`."""
+        self._ledger.ended(trajectory)
+        self._obey(self.book.finished(trajectory))
+
+    def aborted(self, trajectory: Trajectory) -> None:
+        """As `Listener.aborted`."""
+        self._lose(trajectory, trajectory.stop_reason, aborted=True)
+
+    def failed(self, error: BaseException) -> None:
+        """As `Listener.failed`."""
+        self._fail(error)
+
     # ------------------------------------------------------------------------------------------------------ inside
     def _take(self, batch: Batch) -> None:
         self._in_hand.append(batch)
@@ -181,9 +195,9 @@ class RolloutScheduler:
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case Start(trajectory_id, spec):
-                self._start(trajectory_id, spec)
+                self._runner.start(trajectory_id, spec)
             case Abort(trajectory_id, reason):
-                self._abort(trajectory_id, reason)
+                self._runner.abort(trajectory_id, reason)
             case Discard(trajectory, reason):
                 self._lose(trajectory, reason, aborted=reason in ("stale", "redundant", "cancelled"))
             case Ready(group):
@@ -192,30 +206,6 @@ class RolloutScheduler:
                 self._drop(instruction)
             case _:
                 assert_never(instruction)
-
-    def _start(self, trajectory_id: str, spec: GroupSpec) -> None:
-        if self._lockstep is not None:
-            self._lockstep.join(trajectory_id)
-        manager = EnvManager(
-            self._services,
-            self._tasks[spec.task],
-            spec,
-            trajectory_id,
-            max_age=self.book.rules.staleness.oldest if self._plan.recheck == "turn" else None,
-            progress=self.book.progress,
-            lockstep=self._lockstep,
-            score_together=not self._plan.async_reward,
-        )
-        task = asyncio.get_running_loop().create_task(manager.run(), name=trajectory_id)
-        self._running[trajectory_id] = (manager, task)
-        self._ending.add(task)
-        task.add_done_callback(partial(self._ended, trajectory_id))
-
-    def _abort(self, trajectory_id: str, reason: Any) -> None:
-        manager, task = self._running.pop(trajectory_id)
-        task.cancel()
-        manager.trajectory.stop_reason = reason
-        self._lose(manager.trajectory, reason, aborted=True)
 
     def _drop(self, drop: Drop) -> None:
         self._buffer.discard(drop.spec.group_id)
@@ -231,26 +221,10 @@ class RolloutScheduler:
         for group in groups:
             self._obey(self.book.evicted(group))
 
-    def _ended(self, trajectory_id: str, task: asyncio.Task[Trajectory]) -> None:
-        """A task is over: of itself, or because it was aborted (then the book knows already)."""
-        self._ending.discard(task)
-        if self._lockstep is not None:
-            self._lockstep.leave(trajectory_id)
-        if self._running.pop(trajectory_id, None) is None:
-            return
-        try:
-            trajectory = task.result()
-            self._ledger.ended(trajectory)
-            self._obey(self.book.finished(trajectory))
-        except asyncio.CancelledError:
-            self._fail(RolloutError(f"trajectory {trajectory_id} was cancelled by something outside the scheduler"))
-        except Exception as error:
-            self._fail(error)
-
     def _check_progress(self) -> None:
         if self.book.drops_in_a_row >= self._max_drops:
             self._fail(RolloutError(f"{self.book.drops_in_a_row} groups in a row were dropped; {self._causes()}"))
-        elif self._waiting and not self._running and not self.book.num_training and self._open:
+        elif self._waiting and not self.book.num_running and not self.book.num_training and self._open:
             short = self._rollout.groups_per_batch - len(self._buffer)
             if short > 0:
                 state = ", ".join(f"{key} {value}" for key, value in self.live().items())
@@ -266,6 +240,11 @@ class RolloutScheduler:
         if not causes:
             return "no group was dropped since the last complete one"
         return "most frequent causes: " + "; ".join(f"{cause} ({count} times)" for cause, count in causes)
+
+
+def _in_this_process(config: Config, services: Services, tasks: Mapping[str, TaskSpec]) -> LocalRunner:
+    lockstep = Lockstep() if config.plan.lockstep else None
+    return LocalRunner(services, tasks, max_age(config), lockstep, score_together=not config.plan.async_reward)
 
 
 def _rules(config: Config) -> GroupRules:

@@ -52,6 +52,10 @@ class Supervisor:
             await _end([main, failed])
             await _end(list(self._watchers))
 
+    def watch(self, worker: WorkerHandle) -> None:
+        """A worker that was not there when `guard` began."""
+        self._begin_to_watch(worker)
+
     def _begin_to_watch(self, worker: WorkerHandle) -> None:
         watcher = asyncio.ensure_future(self._watch(worker))
         self._watchers.add(watcher)

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from rollart.config import TaskConfig
 from rollart.errors import EnvError, EnvTimeout, WorkerDied, WorkerError
 from rollart.protocols import Env, WorkerHandle
 from rollart.tasks.hosted import HostedEnv
 from rollart.tasks.registry import factory
-from rollart.types import EnvReply
+from rollart.types import EnvironmentCost, EnvReply
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class EnvironmentWorker:
         self._idle: dict[str, list[HostedEnv]] = defaultdict(list)
         self._closing: set[asyncio.Future[None]] = set()
         self._num_hung = 0
+        self._cost = EnvironmentCost()
 
     async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
         """Begin an episode, in place of any other under this id. Raises EnvTimeout or EnvError."""
@@ -58,7 +61,11 @@ class EnvironmentWorker:
         hosted = idle.pop() if idle else HostedEnv(task, self._factories[task])
         self._running[env_id] = hosted
         timeout_s = self._configs[task].reset_timeout_s
-        return await self._call(env_id, hosted, f"reset of task {task!r}", timeout_s, lambda: hosted.reset(seed))
+        before_s, self._cost.resets = hosted.cpu_s, self._cost.resets + 1
+        try:
+            return await self._call(env_id, hosted, f"reset of task {task!r}", timeout_s, lambda: hosted.reset(seed))
+        finally:
+            self._cost.reset_cpu_s += hosted.cpu_s - before_s
 
     async def step(self, env_id: str, action: str) -> EnvReply:
         """Apply an action. Raises EnvTimeout or EnvError."""
@@ -66,7 +73,11 @@ class EnvironmentWorker:
         if hosted is None:
             raise EnvError(f"no environment {env_id!r} here: it was never reset, failed, or is closed")
         timeout_s = self._configs[hosted.task].step_timeout_s
-        return await self._call(env_id, hosted, f"step of task {hosted.task!r}", timeout_s, lambda: hosted.step(action))
+        what, before_s, self._cost.steps = f"step of task {hosted.task!r}", hosted.cpu_s, self._cost.steps + 1
+        try:
+            return await self._call(env_id, hosted, what, timeout_s, lambda: hosted.step(action))
+        finally:
+            self._cost.step_cpu_s += hosted.cpu_s - before_s
 
     async def close(self, env_id: str) -> None:
         """End an episode at any point. Never raises; unknown ids are nothing to do."""
@@ -78,6 +89,11 @@ class EnvironmentWorker:
             self._retire(hosted)
         else:
             idle.append(hosted)
+
+    async def give_up(self, env_ids: list[str]) -> None:
+        """Close episodes whose owner is dead; unknown ids are nothing to do."""
+        for env_id in env_ids:
+            await self.close(env_id)
 
     async def shutdown(self) -> None:
         """Close all environments; one that does not close in time is left to the end of the process."""
@@ -91,6 +107,10 @@ class EnvironmentWorker:
         """Environments in use, kept for reuse, and abandoned because they hung."""
         idle = sum(map(len, self._idle.values()))
         return {"running": len(self._running), "idle": idle, "hung": self._num_hung}
+
+    async def cost(self) -> EnvironmentCost:
+        """What resets and steps have cost so far, and this process in all."""
+        return replace(self._cost, process_cpu_s=time.process_time())
 
     async def _call(
         self, env_id: str, hosted: HostedEnv, what: str, timeout_s: float, submit: Callable[[], Future[EnvReply]]
@@ -160,6 +180,13 @@ class RemoteEnvironment:
             return  # which is said once, by whoever watches the worker
         except WorkerError as error:
             log.warning("close of %s on %s: %s", env_id, worker.name, error)
+
+    async def give_up(self, env_ids: list[str]) -> None:
+        """Close episodes that another process began, on whichever worker they are. Never raises."""
+        calls = [worker.call("give_up", env_ids) for worker in self._workers]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Exception) and not isinstance(answer, WorkerDied):
+                log.warning("giving up environments: %s", answer)
 
     def lost(self, name: str) -> None:
         """A worker is dead: its environments are gone. Harmless when that is known."""

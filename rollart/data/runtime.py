@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollart.data.wire import Answer, Call, encode, read_frame, write_frame
+from rollart.data.channel import STREAM_LIMIT, Channel
+from rollart.data.listener import Listener
+from rollart.data.wire import Call, encode
 from rollart.data.worker import Host, answer, build
 from rollart.errors import WorkerDied, WorkerError
 from rollart.protocols import Runtime, WorkerHandle
@@ -46,6 +51,7 @@ class LocalRuntime:
 
     def __init__(self, log_folder: Path) -> None:
         self._log_folder = log_folder
+        self._sockets = Sockets()
         self._workers: list[ProcessWorker] = []
 
     async def nodes(self) -> list[NodeInfo]:
@@ -57,7 +63,7 @@ class LocalRuntime:
     ) -> WorkerHandle:
         """Start a process and build `target(**kwargs)` in it. Raises what the construction raised."""
         visible = environment_of(binding, os.environ)
-        worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log", visible)
+        worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log", self._sockets, visible)
         self._workers.append(worker)
         await worker.call("__build__", target, dict(kwargs))
         return worker
@@ -65,24 +71,48 @@ class LocalRuntime:
     async def shutdown(self) -> None:
         """End all processes; those that do not answer are killed."""
         await asyncio.gather(*(worker.stop() for worker in self._workers), return_exceptions=True)
+        self._sockets.remove()
+
+
+class Sockets:
+    """Where workers of a run listen for each other: a folder that only this user can enter, made when first needed."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._paths: dict[str, str] = {}
+
+    def path(self, worker: str) -> str:
+        """The socket of a worker. Short, as the system cuts such paths at about 100 bytes."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="rollart-"))
+        return self._paths.setdefault(worker, str(self._folder / f"{len(self._paths)}"))
+
+    def remove(self) -> None:
+        """No worker listens any more."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class ProcessWorker:
     """Driver's side of one worker process."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, connection: socket.socket, log: Path) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, connection: socket.socket, log: Path, sockets: Sockets
+    ) -> None:
         self.name = name
         self.process = process
         self._connection = connection
         self._log = log
-        self._pending: dict[int, tuple[str, asyncio.Future[msgspec.Raw]]] = {}
-        self._number = 0
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._writer: asyncio.StreamWriter | None = None
+        self._sockets = sockets
+        self._channel: Channel
+        self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def launch(cls, name: str, log: Path, visible: Mapping[str, str] | None = None) -> ProcessWorker:
+    async def launch(
+        cls, name: str, log: Path, sockets: Sockets, visible: Mapping[str, str] | None = None
+    ) -> ProcessWorker:
         """Start the process; nothing is built in it yet."""
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +128,9 @@ class ProcessWorker:
                 env=environment,
                 start_new_session=True,
             )
-        worker = cls(name, process, ours, log)
-        reader, worker._writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
+        worker = cls(name, process, ours, log, sockets)
+        reader, worker._writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+        worker._channel = Channel(name, worker._writer)
         worker._reading = asyncio.create_task(worker._read_until_death(reader), name=f"read {name}")
         return worker
 
@@ -110,27 +141,19 @@ class ProcessWorker:
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
         """Call a method of the object in the process."""
-        if self._death.done() or self._writer is None:
-            raise WorkerDied(f"worker {self.name}, call {method}: {self._death.result()}")
-        self._number += 1
-        number = self._number
-        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._pending[number] = (method, future)
-        frame = encode(Call(number, method, [msgspec.Raw(encode(argument)) for argument in args]))
-        try:
-            write_frame(self._writer, frame)
-            raw = await future
-        finally:
-            self._pending.pop(number, None)
-        return msgspec.msgpack.decode(raw, type=returns)
+        return await self._channel.call(method, *args, returns=returns)
+
+    async def address(self) -> str:
+        """Where other workers of the run reach it; it begins to listen when first asked."""
+        return str(await self._channel.call("__listen__", self._sockets.path(self.name), returns=str))
 
     async def wait_dead(self) -> str:
         """The reason, once the process is gone."""
-        return await asyncio.shield(self._death)
+        return await self._channel.wait_dead()
 
     async def stop(self) -> None:
         """Ask the process to end, kill it when it does not."""
-        if not self._death.done():
+        if not self._channel.is_dead:
             try:
                 await asyncio.wait_for(self.call("__stop__"), STOP_TIMEOUT_S)
             except (TimeoutError, WorkerError):
@@ -153,41 +176,20 @@ class ProcessWorker:
             await self.process.wait()
         if self._reading is not None:
             await self._reading
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(ConnectionError):
-                await self._writer.wait_closed()
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     async def _read_until_death(self, reader: asyncio.StreamReader) -> None:
         """Take answers to the end of the process, which is not always that of the stream: its children may hold it."""
-        reading = asyncio.ensure_future(self._read(reader))
+        reading = asyncio.ensure_future(self._channel.read(reader))
         exiting = asyncio.ensure_future(self.process.wait())
         await asyncio.wait({reading, exiting}, return_when=asyncio.FIRST_COMPLETED)
         code = await exiting
         await asyncio.wait({reading}, timeout=LAST_WORDS_S)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        self._bury(_describe_exit(code, self._log))
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                reply = msgspec.msgpack.decode(await read_frame(reader), type=Answer)
-                method, future = self._pending.get(reply.number, ("", None))
-                if future is None or future.done():
-                    continue
-                if reply.failure is None:
-                    future.set_result(reply.result)
-                else:
-                    future.set_exception(reply.failure.raised_by(self.name, method))
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, WorkerError):
-            pass
-
-    def _bury(self, reason: str) -> None:
-        self._death.set_result(reason)
-        for method, future in self._pending.values():
-            if not future.done():
-                future.set_exception(WorkerDied(f"worker {self.name}, call {method}: {reason}"))
+        self._channel.bury(_describe_exit(code, self._log))
 
 
 def _describe_exit(code: int, log: Path) -> str:
@@ -204,6 +206,7 @@ class InlineRuntime:
 
     def __init__(self) -> None:
         self._workers: list[InlineWorker] = []
+        self._sockets = Sockets()
         self._building = asyncio.Lock()
 
     async def nodes(self) -> list[NodeInfo]:
@@ -225,21 +228,24 @@ class InlineRuntime:
             subject = await asyncio.to_thread(build, target, kwargs)
         host = Host(subject)
         await host.start()
-        worker = InlineWorker(name, host)
+        worker = InlineWorker(name, host, self._sockets)
         self._workers.append(worker)
         return worker
 
     async def shutdown(self) -> None:
         """Close all workers."""
         await asyncio.gather(*(worker.stop() for worker in self._workers), return_exceptions=True)
+        self._sockets.remove()
 
 
 class InlineWorker:
     """A worker without a process. Values still pass through MessagePack, so that nothing is shared by accident."""
 
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: Host, sockets: Sockets) -> None:
         self.name = name
         self._host = host
+        self._sockets = sockets
+        self._listener = Listener(partial(answer, host))
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
@@ -251,6 +257,10 @@ class InlineWorker:
             raise reply.failure.raised_by(self.name, method)
         return msgspec.msgpack.decode(reply.result, type=returns)
 
+    async def address(self) -> str:
+        """Where other workers of the run reach it: a socket of this process."""
+        return await self._listener.open(self._sockets.path(self.name))
+
     async def wait_dead(self) -> str:
         """Return once it was stopped."""
         return await asyncio.shield(self._death)
@@ -258,5 +268,6 @@ class InlineWorker:
     async def stop(self) -> None:
         """Close the object."""
         if not self._death.done():
+            self._listener.close()
             await self._host.close()
             self._death.set_result("it was stopped")

@@ -24,6 +24,8 @@ from rollart.errors import RollartError, WorkerError, by_name, said
 
 HEADER = struct.Struct("!Q")
 MAX_FRAME_BYTES = 1 << 34
+SMALL_BYTES = 1 << 16
+"""Up to here one write of a copy is cheaper than two writes."""
 
 
 class Failure(Struct, array_like=True):
@@ -91,5 +93,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 def write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
     """Queue one frame; `await writer.drain()` to wait for room."""
-    writer.write(HEADER.pack(len(payload)))
-    writer.write(payload)
+    header = HEADER.pack(len(payload))
+    if len(payload) <= SMALL_BYTES:
+        writer.write(header + payload)
+    else:
+        writer.write(header)
+        writer.write(payload)

@@ -19,10 +19,13 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from rollart.data.channel import STREAM_LIMIT
+from rollart.data.listener import Listener
 from rollart.data.serverless import attach
 from rollart.data.targets import named
 from rollart.data.wire import Answer, Call, Failure, decode_arguments, encode, read_frame, write_frame
@@ -79,7 +82,7 @@ async def answer(host: Host, call: Call) -> Answer:
 
 async def serve(connection: socket.socket) -> None:
     """Build the object that the first frame names, then answer calls until the stream ends."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 22)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_LIMIT)
     first = msgspec.msgpack.decode(await read_frame(reader), type=Call)
     target, kwargs = (msgspec.msgpack.decode(raw) for raw in first.arguments)
     try:
@@ -90,6 +93,11 @@ async def serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     write_frame(writer, encode(Answer(first.number)))
+    with contextlib.closing(Listener(partial(answer, host))) as listener:
+        await _obey(host, listener, reader, writer)
+
+
+async def _obey(host: Host, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def reply(work: Awaitable[Answer]) -> None:
@@ -99,13 +107,24 @@ async def serve(connection: socket.socket) -> None:
     while True:
         call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
         if call.method == "__stop__":
+            listener.close()
             await host.close()
             write_frame(writer, encode(Answer(call.number)))
             await writer.drain()
             return
-        task = asyncio.create_task(reply(answer(host, call)))
+        work = _listen(listener, call) if call.method == "__listen__" else answer(host, call)
+        task = asyncio.create_task(reply(work))
         running.add(task)
         task.add_done_callback(running.discard)
+
+
+async def _listen(listener: Listener, call: Call) -> Answer:
+    """Begin to take calls of other workers at the path in the call; the address."""
+    try:
+        (path,) = (msgspec.msgpack.decode(raw, type=str) for raw in call.arguments)
+        return Answer(call.number, msgspec.Raw(encode(await listener.open(path))))
+    except Exception as error:
+        return Answer(call.number, failure=Failure.of(error))
 
 
 def main() -> None:

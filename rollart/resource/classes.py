@@ -52,6 +52,7 @@ ROLE_WANTS: dict[str, Optimised] = {
     "actor_gen": "bandwidth",
     "environment": "cpu",
     "reward": "general",
+    "rollout": "cpu",
 }
 """What a role wants when nothing is declared (paper section 3). "general": a local accelerator, the cheapest."""
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rollart import toml
 from rollart.checks import nearest
-from rollart.config import ROLES, Config, PoolConfig
+from rollart.config import ROLES, Config, PoolConfig, limits
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.classes import CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
@@ -31,6 +31,7 @@ WORKER_NAMES = {
     "actor_gen": "inference",
     "environment": "environment",
     "reward": "reward",
+    "rollout": "rollout",
 }
 
 
@@ -60,11 +61,11 @@ class Placement(Struct, frozen=True):
         return next(spec.share for spec in self.pools if spec.name == pool)
 
 
-def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLES, env_workers: int = 1) -> Placement:
-    """Plan a run. `env_workers`: what `roles.environment.workers = 0` means. Raises ConfigError, ResourceError."""
+def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLES) -> Placement:
+    """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
-    wanted = [each for role in roles for each in _workers(config, specs, role, env_workers)]
+    wanted = [each for role in roles for each in _workers(config, specs, role)]
     for each in wanted:
         _bindable(pools, each)
     affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
@@ -171,16 +172,21 @@ def _what(devices: Mapping[str, int]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
-def _workers(config: Config, specs: Sequence[PoolSpec], role: str, env_workers: int) -> list[Wanted]:
-    """The workers of one role: as many per class as its table says, else as the affinity needs, else one."""
+def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wanted]:
+    """The workers of one role: as many per class as its table says, else as the affinity needs, else one.
+
+    Shards are as many as the trajectories need, none when the driver runs them.
+    """
     settings = config.roles.get(role)
     classes = _classes(config, specs, role)
     asked = settings.workers if settings else 0
     if isinstance(asked, dict):
         names = [name for name, number in asked.items() for _ in range(number)]
     else:
-        default = env_workers if role == "environment" else len(classes)
-        names = list(islice(cycle(classes), asked or default))
+        names = list(islice(cycle(classes), asked or len(classes)))
+    if role == "rollout":
+        shards = limits(config).shards
+        names = classes * shards if shards > 1 else []
     if role == "actor_train" and len(names) != 1:
         raise ConfigError(f"roles.actor_train.workers: {len(names)}, but the embedded trainer is one process; take 1")
     devices = settings.devices if settings else 1

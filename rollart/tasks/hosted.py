@@ -8,6 +8,7 @@ between a worker (`data/environment.py`) and warm-up play (`warmup.py`).
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
@@ -30,6 +31,8 @@ class HostedEnv:
         self._env: Env | None = None
         self._lane = Lane(f"environment of {task}")
         self._last: Future[Any] | None = None
+        self.cpu_s = 0.0
+        """CPU seconds that its calls took in its thread, up to the last one that ended."""
 
     @property
     def is_busy(self) -> bool:
@@ -58,9 +61,16 @@ class HostedEnv:
         return closing
 
     def _submit(self, what: str, call: Callable[[], T]) -> Future[T]:
-        future = self._lane.submit(EnvError, what, call)
+        future = self._lane.submit(EnvError, what, self._timed, call)
         self._last = future
         return future
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        began = time.thread_time()
+        try:
+            return call()
+        finally:
+            self.cpu_s += time.thread_time() - began
 
     def _built(self) -> Env:
         if self._env is None:
