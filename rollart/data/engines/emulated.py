@@ -21,20 +21,12 @@ from typing import Any
 
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.errors import ConfigError
-from rollart.resource.classes import CLASSES, DeviceClass
+from rollart.resource.classes import CLASSES
 
 PARAMS = 8.2e9
 """Of Qwen3-8B, the model of the paper's affinity figures."""
 SLOWDOWN = 5.0
 """Stretches an H20's decoding step to 20 ms."""
-BYTES_PER_PARAM = 2
-
-
-def step_seconds(device: DeviceClass, num_prompt_tokens: int, num_decoding: int, params: float = PARAMS) -> float:
-    """Seconds of one step on a device, by its roofline."""
-    compute_s = 2 * params * (num_prompt_tokens + num_decoding) / (device.tflops * 1e12)
-    memory_s = BYTES_PER_PARAM * params / (device.bandwidth_tbs * 1e12)
-    return max(compute_s, memory_s)
 
 
 def emulated_engine(
@@ -48,6 +40,6 @@ def emulated_engine(
         )
 
     def floor_s(num_prompt_tokens: int, num_decoding: int) -> float:
-        return slowdown * step_seconds(device, num_prompt_tokens, num_decoding, params)
+        return slowdown * device.step_seconds(num_prompt_tokens + num_decoding, params)
 
     return EmbeddedEngine(model_folder, floor_s=floor_s, **options)
