@@ -3,8 +3,8 @@
 What runs. Engine processes, an environment process, EnvManagers, LLMProxy and Router as in a training run, with
 trajectories of two tasks begun in turn, so that as many of each must end; a fixed number is in flight.
 
-* `explore` is prefill-heavy: 5 turns, each with an observation of about 200 tokens, answered by 4 tokens.
-* `solve` is decode-heavy: 1 turn, a prompt of about 60 tokens, answered by 200 tokens.
+* `explore` is prefill-heavy: 5 turns (2 with --quick), each with an observation of about 200 tokens, answered by 4 tokens.
+* `solve` is decode-heavy: 1 turn, a prompt of about 60 tokens, answered by 200 tokens (80 with --quick).
 
 What is emulated. Engines are `rollart.data.engines.emulated`: the embedded engine (real model, real batching, real
 prefix cache), slowed down by sleeping to the roofline of a model of the size of Qwen3-8B on an H800 or an H20, with the
@@ -72,10 +72,10 @@ POOLS = {
 }
 
 
-def config(answer: int) -> Config:
+def config(turns: int, answer: int) -> Config:
     """Both pools, both tasks."""
     pools = {name: {"count": count, "device": "cpu", "cost": COST[name]} for name, count in (("H800", 2), ("H20", 6))}
-    explore = {"turns_min": 5, "turns_max": 5, "words": 36}
+    explore = {"turns_min": turns, "turns_max": turns, "words": 36}
     solve = {"turns_min": 1, "turns_max": 1, "words": 6}
     return from_dict(
         {
@@ -121,10 +121,8 @@ class Mode:
             spec = self.specs[task]
             if self.name == "random":
                 spec = replace(spec, tag=self.draw.choices(list(self.pool), list(self.pool.values()))[0])
-            manager = EnvManager(
-                self.services, spec, GroupSpec(number, task, number), f"{self.name}-{number}", lockstep=None
-            )
-            trajectory = await manager.run()
+            name = f"{self.name}-{number}"
+            trajectory = await EnvManager(self.services, spec, GroupSpec(number, task, number), name).run()
             assert trajectory.stop_reason == "done", trajectory.cause
             self.ended[task] += 1
 
@@ -139,6 +137,8 @@ class Mode:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self.services.background.drain(30.0)
+        if not ended:
+            raise SystemExit(f"{self.name}: no trajectory ended within {measure_s:g} s; this machine is too busy")
         return {
             "trajectories_per_s": sum(ended.values()) / measure_s,
             **{f"{task}_per_s": ended.get(task, 0) / measure_s for task in self.specs},
@@ -175,9 +175,10 @@ def mode(name: str, workers: Workers, folder: Path, specs: dict[str, TaskSpec]) 
     return Mode(name, pool, proxy, services, specs, said)
 
 
-async def measure(answer: int, in_flight: int, repetitions: int, warm_s: float, measure_s: float) -> dict[str, list]:
-    """Per mode, one row per repetition."""
-    settings = config(answer)
+async def measure(
+    settings: Config, in_flight: int, repetitions: int, warm_s: float, measure_s: float
+) -> dict[str, list[dict[str, float]]]:
+    """Per mode, the rates of each repetition."""
     specs = registry.specs(settings)
     folder = await model_folder("tiny")
     with tempfile.TemporaryDirectory() as place:
@@ -186,7 +187,7 @@ async def measure(answer: int, in_flight: int, repetitions: int, warm_s: float, 
         logs.mkdir()
         async with started(settings, "affinity", logs, specs, folder, weights, False, print) as workers:
             modes = [mode(name, workers, folder, specs) for name in POOLS]
-            found: dict[str, list] = {name: [] for name in POOLS}
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in POOLS}
             for repetition in range(repetitions):
                 for each in modes[repetition:] + modes[:repetition]:
                     found[each.name].append(await each.rate(in_flight, warm_s, measure_s))
@@ -199,11 +200,14 @@ async def measure(answer: int, in_flight: int, repetitions: int, warm_s: float, 
 def main() -> None:
     """Print and write the figures."""
     options = parser(__doc__)
-    options.add_argument("--answer", type=int, default=200, help="tokens of an answer of `solve` (default 200)")
-    options.add_argument("--in-flight", type=int, default=96, help="trajectories at once (default 96)")
+    options.add_argument("--answer", type=int, help="tokens of an answer of `solve` (default 200; quick 80)")
+    options.add_argument("--in-flight", type=int, help="trajectories at once (default 96; quick 48)")
     arguments = options.parse_args()
-    repetitions, warm_s, measure_s = (1, 3.0, 3.0) if arguments.quick else (3, 8.0, 12.0)
-    found = asyncio.run(measure(arguments.answer, arguments.in_flight, repetitions, warm_s, measure_s))
+    quick = arguments.quick
+    settings = config(turns=2 if quick else 5, answer=arguments.answer or (80 if quick else 200))
+    repetitions, warm_s, measure_s = (1, 3.0, 4.0) if quick else (3, 8.0, 12.0)
+    in_flight = arguments.in_flight or (48 if quick else 96)
+    found = asyncio.run(measure(settings, in_flight, repetitions, warm_s, measure_s))
     rows = [
         {
             "mode": name,
