@@ -3,14 +3,16 @@
 What runs. Engine processes, an environment process, EnvManagers, LLMProxy and Router as in a training run, with
 trajectories of two tasks begun in turn, so that as many of each must end; a fixed number is in flight.
 
-* `explore` is prefill-heavy: 5 turns (2 with --quick), each with an observation of about 200 tokens, answered by 4 tokens.
-* `solve` is decode-heavy: 1 turn, a prompt of about 60 tokens, answered by 200 tokens (80 with --quick).
+* `explore` is prefill-heavy: 5 turns (2 with --quick), each an observation of about 200 tokens, answered by 4 tokens.
+* `solve` is decode-heavy: 1 turn, a prompt of about 40 tokens, answered by 200 tokens (80 with --quick).
 
 What is emulated. Engines are `rollart.data.engines.emulated`: the embedded engine (real model, real batching, real
 prefix cache), slowed down by sleeping to the roofline of a model of the size of Qwen3-8B on an H800 or an H20, with the
 figures of RollArt (OSDI 2026, section 7): 989.5 and 148 dense bf16 TFLOPS, 3.35 and 4.0 TB/s, relative cost 2.85 and 1.
 No constant beyond these and the model's size goes in; what the roofline leaves out is said there. Its seconds are
-stretched alike on both classes, so that sleeping outweighs the real computation of a small model.
+stretched alike on both classes, so that sleeping outweighs the real computation of a very small model. `lag` says
+whether it did: seconds of a decoding step as measured over those emulated, at its worst; 1.0 is perfect, and figures
+with a lag above 1.1 come from a machine that was too busy.
 
 What is compared, at about equal cost:
 
@@ -34,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -52,8 +55,10 @@ from rollart.control.background import Background
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
+from rollart.data.engines.emulated import PARAMS, SLOWDOWN
 from rollart.pipeline import model_folder
 from rollart.resource.affinity import Affinity
+from rollart.resource.classes import CLASSES
 from rollart.resource.routing import Router
 from rollart.tasks import registry
 from rollart.tasks.chat import ChatRenderer
@@ -75,7 +80,7 @@ POOLS = {
 def config(turns: int, answer: int) -> Config:
     """Both pools, both tasks."""
     pools = {name: {"count": count, "device": "cpu", "cost": COST[name]} for name, count in (("H800", 2), ("H20", 6))}
-    explore = {"turns_min": turns, "turns_max": turns, "words": 36}
+    explore = {"turns_min": turns, "turns_max": turns, "words": 46}
     solve = {"turns_min": 1, "turns_max": 1, "words": 6}
     return from_dict(
         {
@@ -89,6 +94,19 @@ def config(turns: int, answer: int) -> Config:
             "rollout": {"engine_slots": SLOTS, "max_model_tokens": 4096, "env_threads": 256},
         }
     )
+
+
+def make_model(tiny: Path, folder: Path) -> None:
+    """A random model that takes as little time as can be, with the tokenizer of `tiny`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shutil.copytree(tiny, folder)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    size = Qwen3Config(vocab_size=512, max_position_embeddings=4096, tie_word_embeddings=True, **shape, **heads)
+    Qwen3ForCausalLM(size).save_pretrained(folder)
 
 
 class EndlessRenderer(ChatRenderer):
@@ -120,7 +138,7 @@ class Mode:
             task = ("explore", "solve")[number % 2]
             spec = self.specs[task]
             if self.name == "random":
-                spec = replace(spec, tag=self.draw.choices(list(self.pool), list(self.pool.values()))[0])
+                spec = replace(spec, tag=f"{task} on {self.draw.choices(list(self.pool), list(self.pool.values()))[0]}")
             name = f"{self.name}-{number}"
             trajectory = await EnvManager(self.services, spec, GroupSpec(number, task, number), name).run()
             assert trajectory.stop_reason == "done", trajectory.cause
@@ -137,12 +155,25 @@ class Mode:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self.services.background.drain(30.0)
-        if not ended:
-            raise SystemExit(f"{self.name}: no trajectory ended within {measure_s:g} s; this machine is too busy")
+        if len(ended) < len(self.specs):
+            raise SystemExit(f"{self.name}: only {ended} ended within {measure_s:g} s; this machine is too busy")
         return {
             "trajectories_per_s": sum(ended.values()) / measure_s,
             **{f"{task}_per_s": ended.get(task, 0) / measure_s for task in self.specs},
+            "lag": self.lag(),
         }
+
+    def lag(self) -> float:
+        """Seconds of a decoding step over those emulated, on the class where this is worst."""
+        profile = self.proxy.affinity().profile
+        tokens = self.specs["solve"].max_turn_tokens - 1
+        measured = {
+            name: there["decode_s"] / tokens
+            for tag, row in profile.items()
+            if tag.startswith("solve")
+            for name, there in row["on"].items()
+        }
+        return max(s / (SLOWDOWN * CLASSES[name].step_seconds(1, PARAMS)) for name, s in measured.items())
 
 
 async def _sleep_beside(running: list[asyncio.Future[None]], seconds: float) -> None:
@@ -158,7 +189,8 @@ def mode(name: str, workers: Workers, folder: Path, specs: dict[str, TaskSpec]) 
     handles = {each.name: each for each in workers.inference()}
     classes = {worker: workers.classes[worker] for worker in handles}
     mine = [worker for cls, count in pool.items() for worker in [w for w in classes if classes[w] == cls][:count]]
-    declared = {"declared": DECLARED, "random": {cls: cls for cls in pool}}.get(name, {})
+    at_random = {f"{task} on {cls}": cls for task in specs for cls in pool}
+    declared = {"declared": DECLARED, "random": at_random}.get(name, {})
     fallback = {cls: [other for other in pool if other != cls] for cls in pool} if name == "auto" else {}
     background = Background()
     proxy = LLMProxy(
@@ -180,8 +212,10 @@ async def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Per mode, the rates of each repetition."""
     specs = registry.specs(settings)
-    folder = await model_folder("tiny")
+    tiny = await model_folder("tiny")
     with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        make_model(tiny, folder)
         weights = {"folder": str(Path(place) / "weights"), "bucket_bytes": 1 << 20, "keep": 2}
         logs = Path(place) / "logs"
         logs.mkdir()
@@ -205,7 +239,7 @@ def main() -> None:
     arguments = options.parse_args()
     quick = arguments.quick
     settings = config(turns=2 if quick else 5, answer=arguments.answer or (80 if quick else 200))
-    repetitions, warm_s, measure_s = (1, 3.0, 4.0) if quick else (3, 8.0, 12.0)
+    repetitions, warm_s, measure_s = (1, 2.5, 3.0) if quick else (3, 8.0, 12.0)
     in_flight = arguments.in_flight or (48 if quick else 96)
     found = asyncio.run(measure(settings, in_flight, repetitions, warm_s, measure_s))
     rows = [
@@ -222,6 +256,7 @@ def main() -> None:
     summary = {f"declared_over_{name}": speed["declared"] / speed[name] for name in list(POOLS)[:3]}
     summary["auto_over_declared"] = speed["auto"] / speed["declared"]
     summary["auto_first_over_declared"] = found["auto"][0]["trajectories_per_s"] / speed["declared"]
+    summary["lag"] = max(each["lag"] for runs in found.values() for each in runs)
     publish("affinity", rows, summary, arguments.json, packages=("torch", "transformers"))
 
 
