@@ -29,7 +29,7 @@ EXPLORED = ENOUGH
 """Trajectories of each task that every class gets first."""
 PROBE_UNKNOWN, PROBE_KNOWN = 8, 128
 """Every so many-th trajectory tries the least tried class: while some class is not measured, and from then on."""
-MAX_TRIED = 4096
+MAX_TRIED = 512
 """Assignments up to which all are compared; beyond it a search by single moves and swaps."""
 CHANGES_KEPT = 100
 ASSUMED_SLOTS = 64
@@ -79,8 +79,8 @@ class Affinity:
         mode: Literal["declared", "auto"] = "declared",
         slots: int = ASSUMED_SLOTS,
         margin: float = 0.1,
-        every: int = 16,
-        every_s: float = 1.0,
+        every: int = 32,
+        every_s: float = 2.0,
     ) -> None:
         self.mapping: dict[str, str] = dict(declared or {})
         self.profile = Profile()

@@ -107,6 +107,17 @@ def test_noise_of_half_the_time_moves_nobody_back_and_forth(seed: int) -> None:
     assert len(bench.affinity.changes) <= 4
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_tasks_stay_between_classes_that_are_equal_but_for_noise(seed: int) -> None:
+    draw = random.Random(seed)
+    bench = Bench({"fast": 1, "wide": 1})
+    for _ in range(3000):
+        bench.see(draw.choice("ab"), draw.choice(["fast", "wide"]), (draw.uniform(0.5, 1.5), 0.0), 1)
+    assert sorted(bench.affinity.mapping.values()) == ["fast", "wide"]
+    assert len(bench.affinity.changes) <= 6
+    assert all(change.at_s < 100 for change in bench.affinity.changes)
+
+
 def test_with_one_class_or_with_a_declared_mapping_nothing_is_decided() -> None:
     alone = Bench({"fast": 3})
     assert alone.see_all({key: each for key, each in SPEED.items() if key[1] == "fast"}) == []
