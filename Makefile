@@ -12,7 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV ?= .venv
 CONFIG ?= configs/default.toml
 ARGS ?=
-BENCHMARKS ?= control_plane engine schedules
+BENCHMARKS ?= control_plane engine schedules affinity
 BIN := $(VENV)/bin
 
 # One thread per process: rollout and training share the cores, and more threads than cores only thrash.

@@ -231,7 +231,8 @@ class Config(Section, frozen=True, kw_only=True):
     """Bound on staleness; may be fractional. Default: what the schedule implies, else 1."""
     runtime: Literal["local", "inline", "ray"] = "local"
     """`local`: one process per worker. `inline`: everything in one process, for debugging. `ray`: Ray actors."""
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "emulated"] = "embedded"
+    """`emulated`: the embedded engine, slowed down to the pace of its device class; for trying out a mix of pools."""
     trainer: Literal["embedded"] = "embedded"
     affinity: dict[str, str] | Literal["auto"] = field(default_factory=dict)
     """Task (or its tag) -> device class that generates for it; "default" serves the others. "auto": by measurement."""

@@ -303,6 +303,7 @@ class Observer:
             "canary_max": totals.canary_max,
             "groups": _plain(self._scheduler.book.counts),
             "resources": msgspec.to_builtins(self._resources()),
+            "affinity": _plain(self._proxy.affinity()),
             **account,
         }
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -38,6 +39,7 @@ from rollart.data.weights_folder import default_folder
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
+from rollart.resource.affinity import Affinity
 from rollart.run_folder import RunFolder, resolved_config
 from rollart.scaling import EnvironmentScaler
 from rollart.shard import RemoteShard
@@ -180,6 +182,10 @@ class _Run:
         if not self._interrupts:
             self._interrupt()
 
+    def _announce(self, line: str) -> None:
+        self._view.say(line)
+        self._folder.log(line)
+
     def _say_end(self, outcome: str) -> None:
         path = self._folder.path
         if outcome == "completed":
@@ -248,7 +254,7 @@ class _Run:
         metrics = Metrics({name: spec.success_reward for name, spec in specs.items()})
         renderer = ChatRenderer(model)
         step = state.step if state is not None else 0
-        proxy = _proxy(workers, background, step)
+        proxy = _proxy(config, workers, background, step, self._announce)
         services = _services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
         runner = await _sharded(workers, services, ledger, specs, step)
@@ -308,7 +314,7 @@ async def _evaluate(config: Config, run: Path, state: ControlState, model: Path,
     weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
     async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
-        proxy = _proxy(workers, background, state.version)
+        proxy = _proxy(config, workers, background, state.version, _say)
         services = _services(config, workers, proxy, ChatRenderer(model), background, ledger)
         source = TaskSource(config.seed, specs)
         evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
@@ -330,9 +336,19 @@ def _say(line: str) -> None:
     print(f"rollart: {line}", file=sys.stderr)  # noqa: T201
 
 
-def _proxy(workers: Workers, background: Background, version: int) -> LLMProxy:
+def _proxy(
+    config: Config, workers: Workers, background: Background, version: int, say: Callable[[str], None]
+) -> LLMProxy:
+    slots = config.rollout.engine_slots
+    mode: Literal["declared", "auto"] = "auto" if config.affinity == "auto" else "declared"
     workers.proxy = LLMProxy(
-        workers.inference(), router=workers.router(), classes=workers.classes, background=background, version=version
+        workers.inference(),
+        router=workers.router(slots),
+        classes=workers.classes,
+        background=background,
+        version=version,
+        affinity=Affinity(workers.placement.affinity, mode, slots),
+        say=say,
     )
     return workers.proxy
 

@@ -63,6 +63,11 @@ class GenResult(Struct, frozen=True):
 
     `logprobs` are taken under the sampling distribution (after temperature, top-k and top-p; for greedy requests under
     temperature 1). A stop token is part of `tokens`. `cached_tokens` counts prompt tokens whose KV was reused.
+
+    Times are the engine's own, 0 where it does not measure them. `queue_s`: until a slot was free. `prefill_s`: its
+    share, by tokens, of what steps spent on prompts, also when these are read again after an update. `decode_s`: what
+    the steps that gave it a further token spent on decoding; requests of one batch spend it together, so that it is a
+    latency, where `prefill_s` is work.
     """
 
     request_id: str
@@ -72,6 +77,9 @@ class GenResult(Struct, frozen=True):
     finish_reason: FinishReason
     cached_tokens: int = 0
     error: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class TaskSpec(Struct, frozen=True):

@@ -101,9 +101,9 @@ class Workers:
         """All workers."""
         return [member.handle for member in self.members.values()]
 
-    def router(self) -> Router:
-        """Routing by the affinity of the run."""
-        return Router(self.placement.affinity, self.placement.fallback)
+    def router(self, slots: int) -> Router:
+        """Routing by the affinity of the run; `slots`: requests that an engine runs at once."""
+        return Router(self.placement.affinity, self.placement.fallback, slots=slots)
 
     @property
     def classes(self) -> dict[str, str]:
@@ -326,11 +326,16 @@ def _recipes(
     tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
     hosted = {"tasks": tasks, "num_threads": rollout.env_threads}
     engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
+
+    def on(binding: Binding) -> dict[str, Any]:
+        pace = {"device_class": binding.device_class} if config.engine == "emulated" else {}
+        return {**engine_options, "device": binding.device, **pace}
+
     return {
         "actor_gen": lambda binding: {
             "model_folder": str(model),
             "engine": config.engine,
-            "engine_options": {**engine_options, "device": binding.device},
+            "engine_options": on(binding),
             "weights": weights,
         },
         "environment": lambda _: hosted,

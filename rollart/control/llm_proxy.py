@@ -2,7 +2,8 @@
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
 `version` is what every worker holds; a request that its caller gives up is aborted in the engine; a request whose
-worker dies goes to another, from the tokens that its trajectory has, and waits where there is none.
+worker dies goes to another, from the tokens that its trajectory has, and waits where there is none. What engines say
+of each request feeds `affinity`, whose decisions reach the router, and `say`, one line each.
 What it leaves out: restarting a dead worker (`join` takes the new one). An error of one request stays with its
 trajectory.
 """
@@ -18,6 +19,7 @@ from msgspec import Struct
 from rollart.control.background import Background
 from rollart.errors import RollartError, WorkerDied
 from rollart.protocols import Followers, InferenceHandle
+from rollart.resource.affinity import Affinity, AffinityReport, Change
 from rollart.resource.routing import Router
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
 
@@ -47,9 +49,13 @@ class LLMProxy:
         classes: Mapping[str, str] | None = None,
         background: Background | None = None,
         version: int = 0,
+        affinity: Affinity | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.version = version
         self._router = router or Router()
+        self._affinity = affinity or Affinity(self._router.affinity)
+        self._say = say
         self._workers: dict[str, InferenceHandle] = {}
         self._background = background or Background()
         self._suspended = False
@@ -101,7 +107,9 @@ class LLMProxy:
     def lost(self, name: str) -> None:
         """A worker is dead: its requests go elsewhere. Harmless when that is known."""
         if self._workers.pop(name, None) is not None:
+            device_class = self._router.class_of(name)
             self._router.remove(name)
+            self._adopt(self._affinity.left(device_class))
 
     async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
@@ -180,6 +188,10 @@ class LLMProxy:
         """Per worker, its engine's counters."""
         return await self._all(lambda worker: worker.stats(), "stats")
 
+    def affinity(self) -> AffinityReport:
+        """Which class generates for which task, why, and how often another stood in."""
+        return self._affinity.report({str(kind): count for kind, count in self._router.fallbacks.items()})
+
     # ------------------------------------------------------------------------------------------------------ inside
     def _enter(self, request: GenRequest, flight: _Flight) -> None:
         self._flights[request.request_id] = flight
@@ -197,6 +209,15 @@ class LLMProxy:
     def _add(self, worker: InferenceHandle, device_class: str) -> None:
         self._router.add(worker.name, device_class)
         self._workers[worker.name] = worker
+        self._adopt(self._affinity.joined(device_class))
+
+    def _adopt(self, changes: Sequence[Change]) -> None:
+        if not changes:
+            return
+        self._router.set_affinity(self._affinity.mapping)
+        if self._say is not None:
+            for change in changes:
+                self._say(str(change))
 
     def _open_gate(self) -> None:
         for flight in self._flights.values():
@@ -212,14 +233,23 @@ class LLMProxy:
         return True
 
     async def _on_worker(self, request: GenRequest, flight: _Flight) -> GenResult:
-        flight.worker = self._router.choose(request.trajectory_id, request.tag, _cost(request))
+        flight.worker = self._choose(request)
+        device_class = self._router.class_of(flight.worker)
         try:
-            return await self._workers[flight.worker].generate(request)
+            result = await self._workers[flight.worker].generate(request)
         except asyncio.CancelledError:
             self._abort_on_worker(flight.worker, request.request_id)
             raise
         except RollartError as error:
             raise _named(flight.worker, "generate", error) from error
+        now_s = asyncio.get_running_loop().time()
+        num_prompt_tokens, in_flight = len(request.prompt), self.num_in_flight
+        self._adopt(self._affinity.observe(request.tag, device_class, num_prompt_tokens, result, in_flight, now_s))
+        return result
+
+    def _choose(self, request: GenRequest) -> str:
+        wish = None if self._router.knows(request.trajectory_id) else self._affinity.wish(request.tag)
+        return self._router.choose(request.trajectory_id, request.tag, _cost(request), wish)
 
     def _abort_on_worker(self, name: str, request_id: str) -> None:
         if worker := self._workers.get(name):

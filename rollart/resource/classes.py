@@ -31,6 +31,16 @@ class DeviceClass(Struct, frozen=True):
         """Arithmetic intensity at which compute and bandwidth are in balance, FLOP per byte."""
         return self.tflops / self.bandwidth_tbs
 
+    def step_seconds(self, num_tokens: int, params: float) -> float:
+        """Seconds at least (roofline) of a step of a bf16 model that computes `num_tokens`, read or generated.
+
+        max(2 x params x tokens / FLOPS, 2 bytes x params / bandwidth); attention is left out.
+
+        >>> [f"{CLASSES[name].step_seconds(1000, 8.2e9):.4f}" for name in ("H800", "H20")]
+        ['0.0166', '0.1108']
+        """
+        return 2 * params * max(num_tokens / (self.tflops * 1e12), 1 / (self.bandwidth_tbs * 1e12))
+
 
 CLASSES = {
     each.name: each

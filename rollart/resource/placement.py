@@ -2,7 +2,7 @@
 
     pools      declared in the config, completed by what the nodes have; or, without any, what the nodes have
     wanted     one entry per worker: its role, class and number of devices
-    affinity   task tag -> class, for the router
+    affinity   task tag -> class, for the router; with "auto" empty, and all classes that generate are compatible
 
 Invariant: what `place` returns can be bound on empty pools, else it raises an error that names the key. What this file
 leaves out: what other runs hold (`manager.py`).
@@ -19,7 +19,7 @@ from rollart import toml
 from rollart.checks import nearest
 from rollart.config import ROLES, Config, PoolConfig, limits
 from rollart.errors import ConfigError, ResourceError
-from rollart.resource.classes import CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
+from rollart.resource.classes import CLASSES, CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
 from rollart.types import NodeInfo, PoolSpec
 
@@ -69,8 +69,14 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     for each in wanted:
         _bindable(pools, each)
     affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
-    _check_affinity(affinity, pools, {each.device_class for each in wanted if each.role == "actor_gen"})
-    return Placement(specs, tuple(wanted), affinity, {name: pools.compatible(name)[1:] for name in pools.classes})
+    generating = dict.fromkeys(each.device_class for each in wanted if each.role == "actor_gen")
+    _check_affinity(affinity, pools, set(generating))
+    if config.engine == "emulated":
+        _check_figures(pools, generating)
+    fallback = {name: pools.compatible(name)[1:] for name in pools.classes}
+    if config.affinity == "auto":
+        fallback = {name: tuple(other for other in generating if other != name) for name in generating}
+    return Placement(specs, tuple(wanted), affinity, fallback)
 
 
 # --------------------------------------------------------------------------------------------------------------- pools
@@ -227,6 +233,14 @@ def _bindable(pools: Pools, wanted: Wanted) -> None:
         raise ConfigError(
             f"{key}: {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or share"
         ) from error
+
+
+def _check_figures(pools: Pools, generating: Iterable[str]) -> None:
+    """An emulated engine may stand on a class or on one compatible with it."""
+    for name in dict.fromkeys(each for asked in generating for each in pools.compatible(asked)):
+        if name not in CLASSES:
+            hint = nearest(name, list(CLASSES))
+            raise ConfigError(f"engine: 'emulated' has no figures for device class {name!r} of actor_gen{hint}")
 
 
 def _check_affinity(affinity: Mapping[str, str], pools: Pools, served: set[str]) -> None:

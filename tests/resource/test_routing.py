@@ -5,13 +5,15 @@ import random
 import pytest
 
 from rollart.errors import ResourceError
-from rollart.resource.routing import Router
+from rollart.resource.routing import Fallback, Router
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_loads_are_the_outstanding_tokens(seed: int) -> None:
     rng = random.Random(seed)
-    router = Router({"math": "fast", "default": "wide"}, {"fast": ["wide"], "wide": ["fast"]}, slack_tokens=100)
+    router = Router(
+        {"math": "fast", "default": "wide"}, {"fast": ["wide"], "wide": ["fast"]}, slack_tokens=100, slots=3
+    )
     flights: list[tuple[str, int]] = []
     classes: dict[str, str] = {}
     for event in range(400):
@@ -92,3 +94,59 @@ def test_two_workers_of_one_name_are_refused() -> None:
     router = two()
     with pytest.raises(ResourceError, match="'a' exists already"):
         router.add("a")
+
+
+def mixed(slots: int = 2, **fallback: list[str]) -> Router:
+    router = Router({"maze": "compute"}, fallback, slots=slots)
+    router.add("c", "compute")
+    router.add("b", "bandwidth")
+    return router
+
+
+def test_a_class_without_a_free_slot_borrows_an_idle_worker_of_a_compatible_class_alone() -> None:
+    router = mixed(compute=["bandwidth"])
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["c", "c", "b", "c", "c"]
+    assert router.fallbacks == {Fallback("maze", "compute", "bandwidth", "none free"): 1}
+    router.finished("b", 10)
+    assert router.choose("t2", "maze", 10) == "b"
+    for _ in range(4):
+        router.finished("c", 10)
+    assert router.choose("t6", "maze", 10) == "c"
+
+
+@pytest.mark.parametrize("router", [mixed(), mixed(slots=0, compute=["bandwidth"])])
+def test_without_a_compatible_class_or_a_known_number_of_slots_requests_queue(router: Router) -> None:
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["c"] * 5
+    assert not router.fallbacks
+
+
+def test_trajectories_of_a_class_without_workers_are_counted() -> None:
+    router = mixed()
+    router.remove("c")
+    assert router.choose("t1", "maze", 10) == "b"
+    assert [str(kind) for kind in router.fallbacks] == ["maze: compute -> bandwidth (none alive)"]
+
+
+def test_a_tag_without_preference_goes_to_the_least_loaded_of_all() -> None:
+    router = mixed()
+    assert [router.choose(f"t{n}", "other", 10) for n in range(4)] == ["c", "b", "c", "b"]
+
+
+def test_a_change_of_affinity_moves_new_trajectories_alone() -> None:
+    router = mixed()
+    assert router.choose("t1", "maze", 10) == "c"
+    router.set_affinity({"maze": "bandwidth"})
+    assert router.affinity == {"maze": "bandwidth"}
+    assert router.choose("t1", "maze", 10) == "c"
+    assert router.choose("t2", "maze", 10) == "b"
+
+
+def test_a_wish_counts_for_a_new_trajectory_and_a_class_that_has_a_worker() -> None:
+    router = mixed()
+    assert router.choose("t1", "maze", 10, wish="bandwidth") == "b"
+    assert router.knows("t1")
+    assert router.choose("t1", "maze", 10, wish="compute") == "b"
+    assert router.choose("t2", "maze", 10, wish="gone") == "c"
+    router.remove("b")
+    assert not router.knows("t1")
+    assert not router.fallbacks

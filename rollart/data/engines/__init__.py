@@ -17,7 +17,12 @@ from rollart.protocols import Engine
 EngineFactory = Callable[..., Engine]
 """Called with the model's folder and the engine's own options as keywords."""
 
-ENGINES: Mapping[str, str] = MappingProxyType({"embedded": "rollart.data.engines.embedded:EmbeddedEngine"})
+ENGINES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedded": "rollart.data.engines.embedded:EmbeddedEngine",
+        "emulated": "rollart.data.engines.emulated:emulated_engine",
+    }
+)
 """Name -> `module:attribute` of its factory."""
 
 

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from rollart.data.engines.causal_lm import CausalLM
 from rollart.data.engines.request import Running, load_tokenizer
 from rollart.data.engines.sampling import Sampler, check_sampling
 from rollart.data.engines.slots import Prefixes, Slots
+from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Tensors
 from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo, Sampling
@@ -38,7 +39,8 @@ class EmbeddedEngine:
 
     `slots`: requests that run at once. `max_model_tokens`: longest sequence, prompt and generated. `prefill_tokens`:
     most prompt tokens, padding included, computed in one step. `kept_tokens`: most tokens kept for trajectories between
-    turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed.
+    turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed. `floor_s`: given the prompt
+    tokens and the decoding requests of a step, the least seconds that it takes (`emulated.py`).
     Raises ConfigError, and GenerationError for a model whose cached generation differs from a plain forward pass.
     """
 
@@ -52,6 +54,7 @@ class EmbeddedEngine:
         prefill_tokens: int = 2048,
         kept_tokens: int | None = None,
         dtype: str = "float32",
+        floor_s: Callable[[int, int], float] | None = None,
     ) -> None:
         if slots < 1 or prefill_tokens < 1 or max_model_tokens < SHORTEST:
             raise ConfigError(f"embedded engine: needs slots and prefill_tokens >= 1, max_model_tokens >= {SHORTEST}")
@@ -72,8 +75,10 @@ class EmbeddedEngine:
         self._arranged = 0
         self._suspended = False
         self._version = 0
+        self._times, self._floor_s = StageTimes(), None
         self._forget_counts()
         self._check_itself()
+        self._times, self._floor_s = StageTimes(), floor_s
 
     # ------------------------------------------------------------------------------------------------- commands
     def add(self, request: GenRequest) -> None:
@@ -153,11 +158,22 @@ class EmbeddedEngine:
             self._rows[work.slot].computed += len(work.tokens)
         self._prefilled_tokens += sum(len(work.tokens) for work in prefill)
         self._num_decoding = num_last
-        results = self._sample(logits_RV) if num_last else []
+        drawn = self._draw(logits_RV) if num_last else ([], [])
+        self._charge(began, decode, prefill)
+        results = self._accept(*drawn)
         self._steps += 1
         if num_last:
             self._busy_s += time.perf_counter() - began
         return results
+
+    def _charge(self, began: float, decode: list[Work], prefill: list[Work]) -> None:
+        """Share the time of a step among its requests, after waiting until its floor."""
+        if self._floor_s is not None:
+            least_s = self._floor_s(sum(len(work.tokens) for work in prefill), len(decode))
+            time.sleep(max(0.0, began + least_s - time.perf_counter()))
+        decoding = [self._rows[work.slot] for work in decode]
+        prefilling = [(self._rows[work.slot], len(work.tokens)) for work in prefill]
+        self._times.charge(time.perf_counter() - began, decoding, prefilling)
 
     def _decoding(self) -> list[Running]:
         return self._rows[: self._num_decoding]
@@ -165,6 +181,7 @@ class EmbeddedEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._rows) < self._max_slots:
             running = self._waiting.popleft()
+            running.queue_s = time.perf_counter() - running.added_s
             slot = len(self._rows)
             saved, running.cached = self._prefixes.take(running.request.trajectory_id, running.tokens)
             if saved is not None and running.cached:
@@ -189,11 +206,13 @@ class EmbeddedEngine:
                 return works, len(works) - 1
         return works, len(works)
 
-    def _sample(self, logits_RV: torch.Tensor) -> list[GenResult]:
+    def _draw(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         if self._arranged != self._num_decoding:
             self._sampler.arrange([row.request.sampling for row in self._decoding()])
             self._arranged = self._num_decoding
-        tokens, logprobs = self._sampler(logits_RV)
+        return self._sampler(logits_RV)
+
+    def _accept(self, tokens: list[int], logprobs: list[float]) -> list[GenResult]:
         ended: list[tuple[int, FinishReason]] = []
         for slot, (row, token, logprob) in enumerate(zip(self._rows, tokens, logprobs, strict=False)):
             if not math.isfinite(logprob):

@@ -7,6 +7,7 @@ Left out: scheduling.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -37,7 +38,10 @@ class StopStrings:
 class Running:
     """A request from `add` to its result."""
 
-    __slots__ = ("cached", "computed", "limit", "logprobs", "request", "stop_ids", "stops", "tokens", "versions")
+    __slots__ = (
+        *("cached", "computed", "limit", "logprobs", "request", "stop_ids", "stops", "tokens", "versions"),
+        *("added_s", "decode_s", "prefill_s", "queue_s"),
+    )
 
     def __init__(self, request: GenRequest, max_model_tokens: int, tokenizer: Tokenizer | None) -> None:
         sampling = request.sampling
@@ -49,6 +53,8 @@ class Running:
         self.computed = self.cached = 0
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.added_s = time.perf_counter()
+        self.queue_s = self.prefill_s = self.decode_s = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -74,6 +80,9 @@ class Running:
             finish_reason=reason,
             cached_tokens=self.cached,
             error=error,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
         )
 
 
