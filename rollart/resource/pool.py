@@ -109,8 +109,8 @@ class Pools:
             place = self._roomiest(name, num_devices, avoid)
             if place is not None:
                 pool, node, devices = place
-                device = self._state.pools[pool].device
-                binding = Binding(binding_id, role, pool, name, node, devices, device_class, device)
+                spec = self._state.pools[pool]
+                binding = Binding(binding_id, role, pool, name, node, devices, device_class, spec.device, spec.share)
                 self._hold(binding)
                 return binding
         raise ResourceError(self._why_not(device_class, num_devices, avoid))
