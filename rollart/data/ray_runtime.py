@@ -100,9 +100,7 @@ def _imported() -> Any:
 
 def _connect(ray: Any) -> None:
     """To RAY_ADDRESS, else to what `ray start` has started on this machine, else to a cluster of this process alone."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address.startswith("ray://"):
-        raise ConfigError(f"RAY_ADDRESS: {address!r} is a Ray Client; name the cluster itself, such as 10.0.0.1:6379")
+    address = address_of(os.environ)
     options = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with boundary(ResourceError, f"Ray at {address or 'this machine'}"):
@@ -112,6 +110,14 @@ def _connect(ray: Any) -> None:
             if address:
                 raise
             ray.init(address="local", **options)  # what was started here once is gone
+
+
+def address_of(environ: Mapping[str, str]) -> str:
+    """The address of a cluster that the environment names, or nothing. Raises ConfigError for one that cannot serve."""
+    address = environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS: {address!r} is a Ray Client; name the cluster itself, such as 10.0.0.1:6379")
+    return address
 
 
 @contextlib.contextmanager
@@ -131,12 +137,13 @@ class RayRuntime:
     Raises ConfigError when ray is not installed, ResourceError when the cluster cannot be reached.
     """
 
-    def __init__(self, log_folder: Path) -> None:
+    def __init__(self, log_folder: Path, place_timeout_s: float = PLACE_TIMEOUT_S) -> None:
         self._ray = Connection.enter()
         self._util = importlib.import_module("ray.util")
         self._strategies = importlib.import_module("ray.util.scheduling_strategies")
         self._is_open = True
         self._log_folder = log_folder.resolve()
+        self._place_timeout_s = place_timeout_s
         self._names = NodeNames()
         self._workers: list[RayWorker] = []
 
@@ -149,7 +156,7 @@ class RayRuntime:
     ) -> WorkerHandle:
         """Start an actor and build `target(**kwargs)` in it.
 
-        Raises what the construction raised, or ResourceError when the node gives no room within `PLACE_TIMEOUT_S`.
+        Raises what the construction raised, or ResourceError when the node gives no room within `place_timeout_s`.
         """
         log = self._log_folder / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -206,13 +213,13 @@ class RayRuntime:
 
     async def _room(self, name: str, binding: Binding, group: Any, bundle: Mapping[str, float]) -> None:
         """Wait for the group's place. Raises ResourceError when its node leaves or gives none."""
-        deadline = time.monotonic() + PLACE_TIMEOUT_S
-        while not await asyncio.to_thread(group.wait, PLACE_LOOK_S):
+        deadline = time.monotonic() + self._place_timeout_s
+        while not await asyncio.to_thread(group.wait, min(PLACE_LOOK_S, self._place_timeout_s)):
             await self._node(name, binding)
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"worker {name}: Ray gave no room for {bundle} on node {binding.node} within "
-                    f"{PLACE_TIMEOUT_S:g} s, for another program on the cluster holds it; runs that share a "
+                    f"{self._place_timeout_s:g} s, for another program on the cluster holds it; runs that share a "
                     "resources.store see what others hold"
                 )
 

@@ -1,0 +1,158 @@
+"""Whole runs and sessions on a Ray cluster of four machines: the loss of one, two at once, and none at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rollart.distributed as rdist
+from rollart.errors import WorkerDied
+from rollart.pipeline import train
+from tests.e2e.laboratory import REPOSITORY, SMALL, Laboratory, batches, check_audit, steps_done, summary
+from tests.ray.conftest import Machines
+
+pytestmark = [pytest.mark.e2e]
+
+ON_POOLS = f"""
+{SMALL.replace('runtime = "inline"', 'runtime = "ray"')}
+[pools.H800]
+device = "cpu"
+[pools.H20]
+device = "cpu"
+[roles.actor_gen]
+workers = 2
+"""
+"""Count and nodes of each pool come from what the cluster says of itself."""
+
+
+class Echo(rdist.Worker):
+    """Says what it is told."""
+
+    role = "echo"
+
+    @rdist.register(mode="split")
+    def louder(self, words: list[str]) -> list[str]:
+        """Each word, louder."""
+        return [word.upper() for word in words]
+
+    @rdist.register(mode="execute_all")
+    def process(self) -> int:
+        """Its process id."""
+        return os.getpid()
+
+
+def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machines, lab: Laboratory) -> None:
+    steps = 12
+    process = lab.start(f"steps={steps}", text=ON_POOLS)
+    process.until(lambda: steps_done(lab.run) >= 2, "its second step")
+    machines.kill()
+    assert steps_done(lab.run) < steps - 2, "the node died too late to prove anything"
+    assert process.wait() == 0, process.text()
+    check_audit(lab.run, steps, alpha=1)
+    said = summary(lab.run)
+    assert said["outcome"] == "completed"
+    resources = said["resources"]
+    assert resources["lost"] == ["node rollout-2"]
+    assert resources["restarts"] == {"inference-1": 1}
+    places = {name: where.rpartition(" on ")[2] for name, where in resources["workers"].items()}
+    assert places == {
+        "training-0": "train",
+        "inference-0": "rollout-1",
+        "inference-1.1": "rollout-1",
+        "environment-0": "head",
+    }
+    assert "lost: node rollout-2" in process.text()
+
+
+def test_two_runs_at_once_on_one_cluster_complete_and_leave_it_to_a_third(machines: Machines, lab: Laboratory) -> None:
+    both = [lab.start(text=ON_POOLS) for _ in range(2)]
+
+    async def beside_them() -> None:
+        async with rdist.session(runtime="ray") as session:
+            echoes = await session.cluster(Echo, workers=2, device_class="CPU")
+            assert [await asyncio.to_thread(process.wait) for process in both] == [0, 0], both[0].text() + both[1].text()
+            assert await echoes.louder(["a", "b", "c"]) == ["A", "B", "C"]
+
+    asyncio.run(beside_them())
+    for folder in (path for path in lab.run.parent.iterdir() if not path.is_symlink()):
+        assert summary(folder)["outcome"] == "completed"
+        check_audit(folder, steps=3, alpha=1)
+
+
+def test_a_synchronous_run_trains_on_the_same_batches_locally_and_on_ray(machines: Machines, lab: Laboratory) -> None:
+    """Same seeds, same schedule: what runs where changes nothing of what is learned."""
+    same = ("schedule=sync", "roles.actor_gen.workers=1")
+    emulated = ("pools.H800.count=2", "pools.H20.count=2")
+    assert train(lab.config("runtime=local", "log.name=here", *same, *emulated, text=ON_POOLS)) == 0
+    assert train(lab.config("log.name=there", *same, text=ON_POOLS)) == 0
+    here, there = (lab.run.parent / name for name in ("here", "there"))
+    assert batches(here) == batches(there)
+    assert _learned(here) == _learned(there)
+
+
+def _learned(run: Path) -> list[dict[str, Any]]:
+    from tests.e2e.laboratory import lines
+
+    return [{key: line[key] for key in ("step", "loss", "grad_norm", "reward")} for line in lines(run / "metrics.jsonl")]
+
+
+def test_a_cluster_of_workers_on_ray_answers_and_outlives_one_of_them(machines: Machines) -> None:
+    async def scenario() -> None:
+        async with rdist.session(runtime="ray") as session:
+            echoes = await session.cluster(Echo, workers={"H800": 1, "H20": 1})
+            assert await echoes.call(Echo.louder, ["a", "b", "c"]) == ["A", "B", "C"]
+            first, second = await echoes.process()
+            assert first != second
+            psutil.Process(second).kill()
+            with pytest.raises(WorkerDied, match="Echo.louder on worker echo-1 .H20:0 of pool H20 on rollout-"):
+                await echoes.louder(["a", "b"])
+            assert await echoes.louder(["a", "b"]) == ["A", "B"]
+            assert len(echoes) == 1
+
+    asyncio.run(scenario())
+
+
+ALONE = """
+import asyncio, psutil, sys
+import rollart.distributed as rdist
+from tests.ray.test_runs_on_ray import Echo
+
+async def main():
+    async with rdist.session(runtime="ray") as session:
+        echoes = await session.cluster(Echo, workers=2)
+        assert await echoes.louder(["a", "b"]) == ["A", "B"]
+        sockets = [each for child in psutil.Process().children(recursive=True) for each in child.net_connections("tcp")]
+        listening = {each.laddr.ip for each in sockets if each.status == "LISTEN"}
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), 30)
+    assert not alive, alive
+
+asyncio.run(main())
+print("alone and well")
+"""
+
+
+def test_without_any_cluster_a_run_has_one_of_its_own_on_loopback_and_ends_it(tmp_path: Path) -> None:
+    """In a network of its own, without a route to anywhere, where the kernel allows to make one."""
+    command = [sys.executable, "-W", "ignore", "-c", ALONE]
+    apart = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0:
+        command = [*apart, *command]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    done = subprocess.run(
+        command,
+        env={**environ, "PYTHONPATH": str(REPOSITORY), "RAY_TMPDIR": str(tmp_path.parent)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "alone and well" in done.stdout, done.stdout + done.stderr
