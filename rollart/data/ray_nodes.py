@@ -17,6 +17,8 @@ from rollart.types import Binding, NodeInfo
 
 CLASS_LABEL = "rollart.class"
 ACCELERATOR = "accelerator_type:"
+HEAD = "node:__internal_head__"
+"""A resource that only the head node has."""
 NOT_DEVICES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 
 RayNode = Mapping[str, Any]
@@ -30,7 +32,7 @@ class NodeNames:
         self._names: dict[str, str] = {}
 
     def of(self, nodes: Iterable[RayNode]) -> dict[str, RayNode]:
-        """The living nodes by name."""
+        """The living nodes by name: the head first, then by name, so that every driver sees them in one order."""
         alive = [node for node in nodes if node["Alive"]]
         shared = Counter(map(_plain, alive))
         for node in alive:
@@ -38,7 +40,8 @@ class NodeNames:
                 name = _plain(node)
                 alone = shared[name] == 1 and name not in self._names.values()
                 self._names[node["NodeID"]] = name if alone else f"{name}-{node['NodeID'][:8]}"
-        return {self._names[node["NodeID"]]: node for node in alive}
+        named = {self._names[node["NodeID"]]: node for node in alive}
+        return dict(sorted(named.items(), key=lambda item: (HEAD not in item[1]["Resources"], item[0])))
 
 
 def node_info(name: str, node: RayNode) -> NodeInfo:

@@ -191,7 +191,9 @@ class EmbeddedEngine:
 
     def _sample(self, logits_RV: torch.Tensor) -> list[GenResult]:
         if self._arranged != self._num_decoding:
-            self._sampler.arrange([row.request.sampling for row in self._decoding()])
+            rows = self._decoding()
+            owners, lengths = [row.request.trajectory_id for row in rows], [len(row.tokens) for row in rows]
+            self._sampler.arrange([row.request.sampling for row in rows], owners, lengths)
             self._arranged = self._num_decoding
         tokens, logprobs = self._sampler(logits_RV)
         ended: list[tuple[int, FinishReason]] = []
