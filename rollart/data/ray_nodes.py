@@ -1,4 +1,4 @@
-"""What a Ray cluster's nodes are to us: names, device classes, and what a binding takes of a node. PURE: imports no Ray.
+"""What a Ray cluster's nodes are to us: names, device classes, what a binding takes of a node. PURE: imports no Ray.
 
 A node's classes: its GPUs, by their model; its custom resources, by their name; its CPU cores. A node with the label
 `rollart.class` has all its GPUs, or without any its cores, in that class. Invariant: two raylets never have one name,
@@ -49,13 +49,13 @@ def node_info(name: str, node: RayNode) -> NodeInfo:
     resources, said = node["Resources"], node.get("Labels", {}).get(CLASS_LABEL, "")
     num_gpus, num_cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     devices = {said if said and not num_gpus else CPU: num_cores}
-    cuda = ()
+    cuda: list[str] = []
     if num_gpus:
         model = next((key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)), "GPU")
-        cuda = (said or class_of(model),)
+        cuda.append(said or class_of(model))
         devices[cuda[0]] = num_gpus
     devices |= {key: int(number) for key, number in resources.items() if _is_custom(key)}
-    return NodeInfo(name, {key: number for key, number in devices.items() if number}, cuda)
+    return NodeInfo(name, {key: number for key, number in devices.items() if number}, tuple(cuda))
 
 
 def bundle_of(binding: Binding, node: RayNode) -> dict[str, float]:

@@ -193,7 +193,7 @@ class RayRuntime:
         return nodes[binding.node]
 
     async def _place(self, name: str, binding: Binding | None) -> tuple[dict[str, Any], Any]:
-        """The options that put an actor on its binding, and the placement group that holds its place, if it needs one."""
+        """The options that put an actor on its binding, and the placement group that holds its place, if any."""
         if binding is None:
             return {}, None
         node = await self._node(name, binding)

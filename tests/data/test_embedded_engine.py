@@ -231,7 +231,7 @@ def test_what_a_trajectory_says_does_not_depend_on_its_neighbours_or_its_worker(
 
     def said(*ids: str, slots: int) -> dict[str, list[int]]:
         engine = EmbeddedEngine(folder, slots=slots, max_model_tokens=64, seed=3)
-        for number, each in enumerate(ids):
+        for each in ids:
             engine.add(GenRequest(f"{each}-t0", each, [5 + int(each), 6, 7], sampling))
         found = {}
         while engine.has_work():

@@ -11,7 +11,6 @@ it.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import os
@@ -41,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.skipif(not HAVE_RAY, reason="ray is not installed; run them with: make test-ray"))
+            item.add_marker(
+                pytest.mark.skipif(not HAVE_RAY, reason="ray is not installed; run them with: make test-ray")
+            )
             item.add_marker(pytest.mark.filterwarnings("default"))
             item.add_marker(pytest.mark.timeout(300))
 
@@ -109,13 +110,9 @@ def machines(four_machines: Machines) -> Iterator[Machines]:
     assert ray.is_initialized()
     assert any(node["Alive"] for node in ray.nodes())
     assert {group["state"] for group in util.placement_group_table().values()} <= {"REMOVED"}
-    asyncio.run(_until_no_actor_is_left())
-
-
-async def _until_no_actor_is_left() -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while any("ray::Actor" in " ".join(_words(each)) for each in psutil.Process().children(recursive=True)):
-            await asyncio.sleep(0.1)
+    actors = [each for each in psutil.Process().children(recursive=True) if "ray::Actor" in " ".join(_words(each))]
+    _gone, alive = psutil.wait_procs(actors, PATIENCE_S)
+    assert not alive
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
 import psutil
 import pytest
 
@@ -47,11 +48,12 @@ class Echo(rdist.Worker):
 
 
 def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machines, lab: Laboratory) -> None:
-    steps = 12
-    process = lab.start(f"steps={steps}", text=ON_POOLS)
+    steps = 40
+    process = lab.start(f"steps={steps}", text=ON_POOLS.replace("hostile:Friendly", "hostile:Deliberate"))
     process.until(lambda: steps_done(lab.run) >= 2, "its second step")
     machines.kill()
-    assert steps_done(lab.run) < steps - 2, "the node died too late to prove anything"
+    process.until(lambda: "inference-1.1 runs on H20:1 of pool H20 on rollout-1" in process.text(), "a new worker")
+    assert steps_done(lab.run) < steps - 2, "the new worker came too late to be of use"
     assert process.wait() == 0, process.text()
     check_audit(lab.run, steps, alpha=1)
     said = summary(lab.run)
@@ -75,7 +77,9 @@ def test_two_runs_at_once_on_one_cluster_complete_and_leave_it_to_a_third(machin
     async def beside_them() -> None:
         async with rdist.session(runtime="ray") as session:
             echoes = await session.cluster(Echo, workers=2, device_class="CPU")
-            assert [await asyncio.to_thread(process.wait) for process in both] == [0, 0], both[0].text() + both[1].text()
+            assert [await asyncio.to_thread(process.wait) for process in both] == [0, 0], (
+                both[0].text() + both[1].text()
+            )
             assert await echoes.louder(["a", "b", "c"]) == ["A", "B", "C"]
 
     asyncio.run(beside_them())
@@ -93,9 +97,13 @@ def test_a_synchronous_run_trains_on_the_same_batches_locally_and_on_ray(machine
     here, there = (lab.run.parent / name for name in ("here", "there"))
     assert batches(here) == batches(there)
     assert len(batches(here)) == 3
-    for ours, theirs in zip(lines(here / "metrics.jsonl"), lines(there / "metrics.jsonl"), strict=True):
-        for key in LEARNED & ours.keys():
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
+    for ours, theirs in zip(_learned(here), _learned(there), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+def _learned(run: Path) -> list[dict[str, float]]:
+    names = ("train/loss", "train/grad_norm", "train/tokens", "train/learning_rate")
+    return [{name: line[name] for name in names} for line in lines(run / "metrics.jsonl") if "train/loss" in line]
 
 
 def test_a_cluster_of_workers_on_ray_answers_and_outlives_one_of_them(machines: Machines) -> None:
@@ -106,7 +114,7 @@ def test_a_cluster_of_workers_on_ray_answers_and_outlives_one_of_them(machines: 
             first, second = await echoes.process()
             assert first != second
             psutil.Process(second).kill()
-            with pytest.raises(WorkerDied, match="Echo.louder on worker echo-1 .H20:0 of pool H20 on rollout-"):
+            with pytest.raises(WorkerDied, match=r"Echo\.louder on worker echo-1 \(H20:0 of pool H20 on rollout-"):
                 await echoes.louder(["a", "b"])
             assert await echoes.louder(["a", "b"]) == ["A", "B"]
             assert len(echoes) == 1

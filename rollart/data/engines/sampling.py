@@ -22,7 +22,6 @@ from torch import Tensor
 from rollart.errors import GenerationError
 from rollart.types import Sampling
 
-
 BLOCK = 16
 """Random numbers drawn ahead per row."""
 
