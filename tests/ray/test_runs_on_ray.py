@@ -14,6 +14,7 @@ import pytest
 import rollart.distributed as rdist
 from rollart.errors import WorkerDied
 from rollart.pipeline import train
+from rollart.workers import view
 from tests.e2e.laboratory import REPOSITORY, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
 from tests.ray.conftest import Machines
 
@@ -48,8 +49,9 @@ class Echo(rdist.Worker):
 
 
 def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machines, lab: Laboratory) -> None:
-    steps = 40
-    process = lab.start(f"steps={steps}", text=ON_POOLS.replace("hostile:Friendly", "hostile:Deliberate"))
+    steps = 25
+    store = f"resources.store=file:{lab.folder / 'pools'}"
+    process = lab.start(f"steps={steps}", store, text=ON_POOLS.replace("hostile:Friendly", "hostile:Deliberate"))
     process.until(lambda: steps_done(lab.run) >= 2, "its second step")
     machines.kill()
     process.until(lambda: "inference-1.1 runs on H20:1 of pool H20 on rollout-1" in process.text(), "a new worker")
@@ -69,6 +71,11 @@ def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machin
         "environment-0": "head",
     }
     assert "lost: node rollout-2" in process.text()
+    rows = {row.node: row for row in view(lab.config(store, text=ON_POOLS)) if row.pool == "H20"}
+    assert {node: (row.total, row.free, row.failed, row.holders) for node, row in rows.items()} == {
+        "rollout-1": (2, 2, 0, ()),
+        "rollout-2": (2, 0, 2, ()),
+    }
 
 
 def test_two_runs_at_once_on_one_cluster_complete_and_leave_it_to_a_third(machines: Machines, lab: Laboratory) -> None:
