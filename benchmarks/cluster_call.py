@@ -1,8 +1,8 @@
 """What a call of a Cluster costs: over local worker processes, over Ray, and beside a bare call of a Ray actor.
 
 One worker, one declared method, a number there and a number back: what is measured is ours alone. The bare actor is an
-async one with the same method, in the same run and on the same Ray; rounds of both alternate, so that a busy machine
-weighs on both. `ray_over_bare` is the median over rounds of the quotient of calls one at a time.
+async one with the same method, in the same run and on the same Ray; short rounds of both alternate, so that a busy
+machine weighs on both. `ray_over_bare` is the median over rounds of the quotient of calls one at a time.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def over_ray(num_calls: int, rounds: int) -> dict[str, dict[str, list[floa
 def main() -> None:
     """Print and write the figures."""
     args = parser(__doc__).parse_args()
-    num_calls, rounds = (300, 3) if args.quick else (2000, 9)
+    num_calls, rounds = (100, 10) if args.quick else (400, 50)
     found = asyncio.run(local(num_calls, rounds))
     have_ray = importlib.util.find_spec("ray") is not None
     if have_ray:

@@ -87,3 +87,19 @@ def test_a_child_that_user_code_forked_neither_hides_the_end_of_its_worker_nor_o
         assert not alive
 
     asyncio.run(scenario())
+
+
+def test_a_worker_from_a_script_finds_the_neighbours_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_script.py").write_text("FACTOR = 5\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from neighbour_of_script import FACTOR\nclass Five:\n    def times(self, n: int) -> int: return n * FACTOR\n"
+    )
+
+    async def scenario() -> None:
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", f"{script}:Five", {})
+        assert await worker.call("times", 2, returns=int) == 10
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
