@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import rollart.distributed as rdist
 from rollart.errors import WorkerDied
 from rollart.pipeline import train
+from rollart.run_folder import checkpoints
 from rollart.workers import view
 from tests.e2e.laboratory import REPOSITORY, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
 from tests.ray.conftest import Machines
@@ -78,21 +80,28 @@ def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machin
     }
 
 
-def test_two_runs_at_once_on_one_cluster_complete_and_leave_it_to_a_third(machines: Machines, lab: Laboratory) -> None:
-    both = [lab.start(text=ON_POOLS) for _ in range(2)]
+def test_two_runs_at_once_on_one_cluster_end_each_in_its_own_time_and_leave_it_to_a_third(
+    machines: Machines, lab: Laboratory
+) -> None:
+    short, long = lab.start(text=ON_POOLS), lab.start("steps=1000", f"log.name={lab.name}-long", text=ON_POOLS)
+    long_run = lab.run.with_name(f"{lab.name}-long")
 
     async def beside_them() -> None:
         async with rdist.session(runtime="ray") as session:
             echoes = await session.cluster(Echo, workers=2, device_class="CPU")
-            assert [await asyncio.to_thread(process.wait) for process in both] == [0, 0], (
-                both[0].text() + both[1].text()
-            )
+            assert await asyncio.to_thread(short.wait) == 0, short.text()
+            done = steps_done(long_run)
+            await asyncio.to_thread(long.until, lambda: steps_done(long_run) > done, "a step after the other's end")
+            long.send(signal.SIGTERM)
+            assert await asyncio.to_thread(long.wait) == 130, long.text()
             assert await echoes.louder(["a", "b", "c"]) == ["A", "B", "C"]
 
     asyncio.run(beside_them())
-    for folder in (path for path in lab.run.parent.iterdir() if not path.is_symlink()):
-        assert summary(folder)["outcome"] == "completed"
-        check_audit(folder, steps=3, alpha=1)
+    assert summary(lab.run)["outcome"] == "completed"
+    check_audit(lab.run, steps=3, alpha=1)
+    assert summary(long_run)["outcome"] == "stopped"
+    check_audit(long_run, steps=steps_done(long_run), alpha=1)
+    assert checkpoints(long_run) == [steps_done(long_run)]
 
 
 def test_a_synchronous_run_trains_on_the_same_batches_locally_and_on_ray(machines: Machines, lab: Laboratory) -> None:
