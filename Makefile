@@ -3,6 +3,7 @@
 #   make train                     train with configs/default.toml
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
 #   make test                      all tests; ARGS="tests/test_cli.py -x" for some
+#   make test-ray                  those that need Ray, in an environment of their own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
 #
@@ -13,12 +14,13 @@ VENV ?= .venv
 CONFIG ?= configs/default.toml
 ARGS ?=
 BENCHMARKS ?= control_plane engine schedules affinity
+RAY_VENV ?= .venv-ray
 BIN := $(VENV)/bin
 
 # One thread per process: rollout and training share the cores, and more threads than cores only thrash.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint bench env
+.PHONY: help train test test-ray lint bench env env-ray
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -28,6 +30,9 @@ train: env
 
 test: env
 	$(BIN)/python -m pytest $(ARGS)
+
+test-ray: env-ray
+	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .
@@ -45,10 +50,15 @@ bench: env
 # The stamp is written last, so that an installation that was interrupted is begun again.
 env: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+env-ray: $(RAY_VENV)/.installed
+
+$(VENV)/.installed: EXTRAS := dev
+$(RAY_VENV)/.installed: EXTRAS := dev,ray
+
+$(VENV)/.installed $(RAY_VENV)/.installed: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11 or name another: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is too old ($$($(PYTHON) --version)); Python 3.11 or newer is needed: make PYTHON=/path/to/python"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
-	@echo "Installing into $(VENV) (once, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(@D); exit 1; }
+	@echo "Installing into $(@D) (once, a few minutes)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@

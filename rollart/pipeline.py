@@ -35,7 +35,7 @@ from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
-from rollart.data.weights_folder import default_folder
+from rollart.data.weights_folder import SHARED_MEMORY, default_folder
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
@@ -201,8 +201,9 @@ class _Run:
         self._view.say(f"run folder {self._folder.path}")
         model = await model_folder(config.model.name) if state is None else self._checkpoints.trainer_folder(state.step)
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        settings = config.weights
-        with default_folder(self._folder.path.name, self._folder.path / "weights", model_bytes, settings.keep) as place:
+        settings, in_run = config.weights, self._folder.path / "weights"
+        nearest = in_run if config.runtime == "ray" else SHARED_MEMORY  # no memory is shared between machines
+        with default_folder(self._folder.path.name, in_run, model_bytes, settings.keep, nearest) as place:
             weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
             self._view.say("starting workers")
             path, say = self._folder.path, self._view.say

@@ -312,7 +312,8 @@ class PoolSpec(Struct, frozen=True):
 class Binding(Struct, frozen=True):
     """Devices of one node of one pool, held by one worker. `asked_class` differs from `device_class` after a fallback.
 
-    `binding_id` is "RUN/WORKER": names of runs are unique in a store. `device`: what torch calls them, cpu or cuda.
+    `binding_id` is "RUN/WORKER": names of runs are unique in a store. `device`: what torch calls them, cpu or cuda;
+    `share`: bindings per device at once.
     """
 
     binding_id: str
@@ -323,6 +324,7 @@ class Binding(Struct, frozen=True):
     devices: tuple[int, ...]
     asked_class: str
     device: str = "cpu"
+    share: int = 1
 
     @property
     def run(self) -> str:

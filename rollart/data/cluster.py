@@ -12,6 +12,7 @@ binding and the remote traceback; a worker that died is never called again. What
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast, get_type_hints
@@ -243,7 +244,7 @@ async def _all(calls: Iterable[Awaitable[R]]) -> list[R]:
 
 def _bound(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The values by parameter, in order and without holes, and the task tag. Raises TypeError as a call would."""
-    signature = inspect.signature(method)
+    signature = _signature(method)
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
@@ -256,6 +257,12 @@ def _bound(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return values, tag if isinstance(tag, str) else DEFAULT_TAG
 
 
+@functools.lru_cache(4096)
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+@functools.lru_cache(4096)
 def _returns(method: Callable[..., Any]) -> Any:
     """The annotated result, by which the answer is decoded."""
     return get_type_hints(method).get("return", Any)

@@ -1,13 +1,15 @@
 """The Ray runtime: a worker is an actor, placed on the node and devices of its binding. The only file that imports ray.
 
-Calls carry MessagePack bytes, as between local processes, so that a worker cannot tell where it runs; arguments and
-results beyond `BULK_BYTES` travel as object references, from the node that has them to the node that needs them.
-Each actor sits in a placement group of one bundle that takes what the binding says from Ray's own accounting, so that
-another run, or another program, on the same cluster never gets the same devices.
+Calls carry MessagePack bytes, as between local processes, so that a worker cannot tell where it runs. Arguments beyond
+`BULK_BYTES` travel as object references, large results too (Ray does so by itself), from the node that has them to the
+node that needs them. What a binding takes of Ray's own accounting (GPUs, custom resources) is a placement group of one
+bundle, so that another run, or another program, on the same cluster never gets the same devices; a worker on CPU cores
+takes nothing and is only pinned to its node.
 
 Invariants: a cluster that this process did not start is left as it was found, but for our own actors and groups, which
-are gone when the run is; a call whose actor is gone raises WorkerDied. What this file leaves out: which devices
-(`resource/`), the objects inside actors (`worker.py`).
+are gone when the run is; a call whose actor is gone raises WorkerDied; a node is known to be dead before the death of
+a worker on it is told. What this file leaves out: which devices (`resource/`), what a node has (`ray_nodes.py`), the
+inside of an actor (`ray_actor.py`).
 """
 
 from __future__ import annotations
@@ -17,198 +19,239 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from rollart.data.wire import Answer, Call, encode
-from rollart.data.worker import Host, answer, build
-from rollart.errors import ConfigError, ResourceError, WorkerDied, boundary
+from rollart.data.ray_actor import Actor
+from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info
+from rollart.data.runtime import last_output
+from rollart.data.wire import Answer, encode
+from rollart.errors import ConfigError, ResourceError, WorkerDied, WorkerError, boundary
 from rollart.protocols import WorkerHandle
-from rollart.resource.classes import CPU, class_of
 from rollart.types import Binding, NodeInfo
 
 BULK_BYTES = 64 << 10
-"""Larger payloads go through the object store."""
+"""Larger arguments go through the object store."""
 PLACE_TIMEOUT_S = 60.0
+PLACE_LOOK_S = 2.0
+"""How often a worker that waits for its place asks whether the node is still there."""
 STOP_TIMEOUT_S = 5.0
 MAX_CALLS = 100_000
 """Calls at once in one actor: an environment worker holds one per environment."""
-MARGIN = 0.001
-"""Share of a core that a worker on CPU takes from Ray's accounting: ours counts them."""
-KNOWN = ("CPU", "GPU", "memory", "object_store_memory")
+UNSURE_S = 60.0
+"""How long an actor may be out of reach, all in all, before it counts as dead without a word of Ray's."""
+UNSURE_LOOK_S = 0.5
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's switch for clusters of several machines; "0" makes a cluster that starts here listen on loopback alone."""
+ENVIRON = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Connection:
+    """This process' one connection to Ray, however many runtimes use it: opened by the first, closed by the last.
+
+    What the caller's own program has opened is used and left open.
+    """
+
+    users: ClassVar[int] = 0
+    opened: ClassVar[bool] = False
+
+    @classmethod
+    def enter(cls) -> Any:
+        """The module `ray`, connected. Raises ConfigError without ray, ResourceError without a cluster."""
+        ray = _imported()
+        if not ray.is_initialized():
+            with _signals_kept():
+                _connect(ray)
+            cls.opened = True
+        cls.users += 1
+        return ray
+
+    @classmethod
+    def leave(cls, ray: Any) -> None:
+        """One user less. A cluster that was started here ends with the last, any other goes on."""
+        cls.users -= 1
+        if not cls.users and cls.opened:
+            cls.opened = False
+            with _signals_kept():
+                ray.shutdown()
+
+
+def _imported() -> Any:
+    """The module. Unless it is loaded already, a cluster that it starts here keeps to the loopback interface.
+
+    Without that, Ray looks for the address of this machine by its default route, which there may not be, and listens on
+    all interfaces.
+    """
+    kept = os.environ.get(LOOPBACK)
+    os.environ[LOOPBACK] = kept or "0"
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError('runtime: "ray" needs the extra: pip install "rollart[ray]"') from None
+    finally:
+        if kept is None:
+            del os.environ[LOOPBACK]
+
+
+def _connect(ray: Any) -> None:
+    """To RAY_ADDRESS, else to what `ray start` has started on this machine, else to a cluster of this process alone."""
+    address = address_of(os.environ)
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with boundary(ResourceError, f"Ray at {address or 'this machine'}"):
+        try:
+            ray.init(**options)
+        except ConnectionError:
+            if address:
+                raise
+            ray.init(address="local", **options)  # what was started here once is gone
+
+
+def address_of(environ: Mapping[str, str]) -> str:
+    """The address of a cluster that the environment names, or nothing. Raises ConfigError for one that cannot serve."""
+    address = environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS: {address!r} is a Ray Client; name the cluster itself, such as 10.0.0.1:6379")
+    return address
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what the run makes of it counts."""
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not in the main thread, where Ray takes none
+            signal.signal(signal.SIGTERM, kept)
 
 
 class RayRuntime:
-    """Connects to `RAY_ADDRESS`, or to the cluster of this machine, else starts one for this run alone.
+    """Workers as actors of one cluster. Their output goes to `log_folder` where their node has it.
 
     Raises ConfigError when ray is not installed, ResourceError when the cluster cannot be reached.
     """
 
-    def __init__(self, log_folder: Path) -> None:
-        try:
-            self._ray: Any = importlib.import_module("ray")
-        except ImportError:
-            raise ConfigError("runtime: 'ray' needs the extra: pip install 'rollart[ray]'") from None
-        self._log_folder = log_folder
+    def __init__(self, log_folder: Path, place_timeout_s: float = PLACE_TIMEOUT_S) -> None:
+        self._ray = Connection.enter()
+        self._util = importlib.import_module("ray.util")
+        self._strategies = importlib.import_module("ray.util.scheduling_strategies")
+        self._is_open = True
+        self._log_folder = log_folder.resolve()
+        self._place_timeout_s = place_timeout_s
+        self._names = NodeNames()
         self._workers: list[RayWorker] = []
-        self._ours = False
-        self._connect()
-
-    def _connect(self) -> None:
-        if self._ray.is_initialized():
-            return
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rollart"}
-        with boundary(ResourceError, "Ray"):
-            try:
-                self._ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **options)
-            except ConnectionError:
-                if "RAY_ADDRESS" in os.environ:
-                    raise
-                self._ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
-                self._ours = True
 
     async def nodes(self) -> list[NodeInfo]:
-        """The living nodes of the cluster: custom resources are classes, GPUs go by their model, CPUs are cores."""
-        with boundary(ResourceError, "Ray's list of nodes"):
-            known = await asyncio.to_thread(self._ray.nodes)
-        return [_node(each) for each in known if each["Alive"]]
+        """The living nodes of the cluster."""
+        return [node_info(name, node) for name, node in (await self._nodes()).items()]
 
     async def spawn(
         self, name: str, target: str, kwargs: Mapping[str, Any], binding: Binding | None = None
     ) -> WorkerHandle:
         """Start an actor and build `target(**kwargs)` in it.
 
-        Raises what the construction raised, or ResourceError when the node gives no room within `PLACE_TIMEOUT_S`.
+        Raises what the construction raised, or ResourceError when the node gives no room within `place_timeout_s`.
         """
-        group = await self._reserve(name, binding)
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "max_restarts": 0}
-        if group is not None and binding is not None:
-            options["scheduling_strategy"] = importlib.import_module(
-                "ray.util.scheduling_strategies"
-            ).PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            if binding.device == "cuda":
-                options["num_gpus"] = len(binding.devices)
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        options["runtime_env"] = {"env_vars": environment}
-        actor = self._ray.remote(**options)(_Actor).remote(target, msgspec.msgpack.encode(dict(kwargs)), os.getcwd())
-        worker = RayWorker(self._ray, name, actor, group)
+        log = self._log_folder / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        options, group = await self._place(name, binding)
+        environ = ENVIRON if binding is None or binding.device == "cuda" else {**ENVIRON, "CUDA_VISIBLE_DEVICES": ""}
+        kind = self._ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0, **options)(Actor)
+        actor = kind.remote(target, encode(dict(kwargs)), os.getcwd(), str(log), environ)
+        worker = RayWorker(self._ray, name, actor, group, log)
         self._workers.append(worker)
         try:
-            await worker.call("__build__")
+            await worker.build()
         except BaseException:
             await worker.stop()
             raise
-        worker.watch()
         return worker
-
-    async def _reserve(self, name: str, binding: Binding | None) -> Any:
-        """A placement group of one bundle on the binding's node."""
-        if binding is None:
-            return None
-        util = importlib.import_module("ray.util")
-        known = {_name(each): each for each in await asyncio.to_thread(self._ray.nodes) if each["Alive"]}
-        if binding.node not in known:
-            raise ResourceError(f"worker {name}: node {binding.node} has left the Ray cluster")
-        node = known[binding.node]
-        bundle: dict[str, float] = {}
-        if binding.device == "cuda":
-            bundle["GPU"] = float(len(binding.devices))
-        if binding.device_class in node["Resources"] and binding.device_class not in KNOWN:
-            bundle[binding.device_class] = float(len(binding.devices))
-        bundle = bundle or {"CPU": MARGIN}
-        here = {"ray.io/node-id": node["NodeID"]}
-        group = util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
-        if not await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S):
-            util.remove_placement_group(group)
-            raise ResourceError(
-                f"worker {name}: Ray gave no room for {bundle} on node {binding.node} within {PLACE_TIMEOUT_S:g} s; "
-                "another program on the cluster holds it"
-            )
-        return group
 
     async def shutdown(self) -> None:
         """End our actors and their groups; the cluster only where we started it."""
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.stop() for worker in workers), return_exceptions=True)
-        if self._ours:
-            self._ours = False
-            await asyncio.to_thread(self._ray.shutdown)
+        if self._is_open:
+            self._is_open = False
+            await asyncio.to_thread(Connection.leave, self._ray)
 
+    # ------------------------------------------------------------------------------------------------------ inside
+    async def _nodes(self) -> dict[str, RayNode]:
+        with boundary(ResourceError, "Ray's list of nodes"):
+            return self._names.of(await asyncio.to_thread(self._ray.nodes))
 
-class _Actor:
-    """Holds the worker's object; its methods run on the actor's event loop, as in a local worker process."""
+    async def _node(self, name: str, binding: Binding) -> RayNode:
+        nodes = await self._nodes()
+        if binding.node not in nodes:
+            raise ResourceError(f"worker {name}: node {binding.node} has left the Ray cluster")
+        return nodes[binding.node]
 
-    def __init__(self, target: str, kwargs: bytes, folder: str) -> None:
-        self._target, self._kwargs, self._folder = target, kwargs, folder
-        self._host: Host | None = None
-
-    async def call(self, method: str, arguments: bytes) -> bytes:
-        """One call: encoded arguments in, an encoded `Answer` out."""
-        if method == "__build__":
-            return await self._build()
-        assert self._host is not None
-        return encode(
-            await answer(self._host, Call(0, method, msgspec.msgpack.decode(arguments, type=list[msgspec.Raw])))
-        )
-
-    async def _build(self) -> bytes:
-        from rollart.data.wire import Failure
-
-        with contextlib.suppress(OSError):  # another machine may not have the driver's folder
-            os.chdir(self._folder)
+    async def _place(self, name: str, binding: Binding | None) -> tuple[dict[str, Any], Any]:
+        """The options that put an actor on its binding, and the placement group that holds its place, if any."""
+        if binding is None:
+            return {}, None
+        node = await self._node(name, binding)
+        bundle = bundle_of(binding, node)
+        if not bundle:
+            strategy = self._strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            return {"scheduling_strategy": strategy}, None
+        here = {"ray.io/node-id": node["NodeID"]}
+        group = self._util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
         try:
-            host = Host(await asyncio.to_thread(build, self._target, msgspec.msgpack.decode(self._kwargs)))
-            await host.start()
-        except Exception as error:
-            return encode(Answer(0, failure=Failure.of(error)))
-        self._host = host
-        return encode(Answer(0))
+            await self._room(name, binding, group, bundle)
+        except BaseException:
+            self._util.remove_placement_group(group)
+            raise
+        strategy = self._strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return {"scheduling_strategy": strategy, "num_gpus": bundle.get("GPU", 0)}, group
 
-    async def close(self) -> None:
-        """Let the object close what it holds."""
-        if self._host is not None:
-            await self._host.close()
-
-    async def park(self) -> None:
-        """Never returns: the call fails when the actor is gone."""
-        await asyncio.Event().wait()
+    async def _room(self, name: str, binding: Binding, group: Any, bundle: Mapping[str, float]) -> None:
+        """Wait for the group's place. Raises ResourceError when its node leaves or gives none."""
+        deadline = time.monotonic() + self._place_timeout_s
+        while not await asyncio.to_thread(group.wait, min(PLACE_LOOK_S, self._place_timeout_s)):
+            await self._node(name, binding)
+            if time.monotonic() > deadline:
+                raise ResourceError(
+                    f"worker {name}: Ray gave no room for {bundle} on node {binding.node} within "
+                    f"{self._place_timeout_s:g} s, for another program on the cluster holds it; runs that share a "
+                    "resources.store see what others hold"
+                )
 
 
 class RayWorker:
     """Driver's side of one actor."""
 
-    def __init__(self, ray: Any, name: str, actor: Any, group: Any) -> None:
+    def __init__(self, ray: Any, name: str, actor: Any, group: Any, log: Path) -> None:
         self.name = name
         self._ray = ray
         self._actor = actor
+        self._call = actor.call.remote
         self._group = group
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._watching: asyncio.Task[None] | None = None
+        self._log = log
+        self._lost = ray.exceptions.RayError
+        self._raised = ray.exceptions.RayTaskError
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[str] = loop.create_future()
+        self._watching = loop.create_task(self._watch(), name=f"watch {name}")
 
-    def watch(self) -> None:
-        """Begin to wait for the actor's death."""
-        self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {self.name}")
+    async def build(self) -> None:
+        """Build the object. Raises what that raised."""
+        await self._answer("__build__", self._actor.build.remote())
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
         """Call a method of the object in the actor."""
         if self._death.done():
             raise WorkerDied(f"worker {self.name}, call {method}: {self._death.result()}")
-        payload: Any = encode([msgspec.Raw(encode(argument)) for argument in args])
+        payload: Any = encode(args)
         if len(payload) > BULK_BYTES:
-            payload = self._ray.put(payload)
-        try:
-            reply = msgspec.msgpack.decode(await self._actor.call.remote(method, payload), type=Answer)
-        except self._ray.exceptions.RayActorError as error:
-            raise WorkerDied(f"worker {self.name}, call {method}: {_short(error)}") from error
-        except self._ray.exceptions.RayError as error:
-            raise WorkerDied(f"worker {self.name}, call {method}: its answer was lost: {_short(error)}") from error
-        if reply.failure is not None:
-            raise reply.failure.raised_by(self.name, method)
-        return msgspec.msgpack.decode(reply.result, type=returns)
+            payload = await asyncio.to_thread(self._ray.put, payload)
+        return msgspec.msgpack.decode(await self._answer(method, self._call(method, payload)), type=returns)
 
     async def wait_dead(self) -> str:
         """The reason, once the actor is gone."""
@@ -216,50 +259,55 @@ class RayWorker:
 
     async def stop(self) -> None:
         """Ask the object to close, then end the actor and give its place back."""
-        if self._watching is not None:
-            self._watching.cancel()
         if not self._death.done():
-            with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):
+            with contextlib.suppress(TimeoutError, self._lost):
                 await asyncio.wait_for(self._actor.close.remote(), STOP_TIMEOUT_S)
             self._ray.kill(self._actor)
             self._bury("it was stopped")
+        await asyncio.wait({self._watching}, timeout=STOP_TIMEOUT_S)
+        self._watching.cancel()
         if self._group is not None:
             group, self._group = self._group, None
             importlib.import_module("ray.util").remove_placement_group(group)
 
-    async def _watch(self) -> None:
+    # ------------------------------------------------------------------------------------------------------ inside
+    async def _answer(self, method: str, reference: Any) -> msgspec.Raw:
+        """What an actor answered. Raises what it raised, or WorkerDied."""
         try:
-            await self._actor.park.remote()
-        except self._ray.exceptions.RayError as error:
-            self._bury(_short(error))
+            reply = msgspec.msgpack.decode(await reference, type=Answer)
+        except self._raised as error:
+            raise WorkerError(f"worker {self.name}, call {method}: {error}") from error
+        except self._lost as error:
+            raise WorkerDied(f"worker {self.name}, call {method}: {self._described(error)}") from error
+        if reply.failure is not None:
+            raise reply.failure.raised_by(self.name, method)
+        return reply.result
+
+    async def _watch(self) -> None:
+        """Wait for the end of a call that never returns: it fails with the actor.
+
+        Out of reach is not dead yet: Ray fails the calls, and says a second later whether the actor's node is gone.
+        """
+        doubted = 0.0
+        while True:
+            try:
+                await self._actor.park.remote()
+            except self._ray.exceptions.ActorUnavailableError as error:
+                doubted += UNSURE_LOOK_S
+                if doubted < UNSURE_S:
+                    await asyncio.sleep(UNSURE_LOOK_S)
+                    continue
+                self._ray.kill(self._actor)
+                self._bury(self._described(error))
+            except self._lost as error:
+                self._bury(self._described(error))
+            return
 
     def _bury(self, reason: str) -> None:
         if not self._death.done():
             self._death.set_result(reason)
 
-
-def _node(node: Mapping[str, Any]) -> NodeInfo:
-    resources, labels = node["Resources"], node.get("Labels", {})
-    devices = {CPU: int(resources.get("CPU", 0))}
-    cuda: list[str] = []
-    if num_gpus := int(resources.get("GPU", 0)):
-        model = next(
-            (key.removeprefix("accelerator_type:") for key in resources if key.startswith("accelerator_type:")), ""
-        )
-        name = class_of(model or labels.get("ray.io/accelerator-type", "") or "GPU")
-        devices[name] = num_gpus
-        cuda.append(name)
-    for key, number in resources.items():
-        if key not in KNOWN and ":" not in key and "_group_" not in key and number >= 1:
-            devices[key] = int(number)
-    return NodeInfo(_name(node), {key: number for key, number in devices.items() if number}, tuple(cuda))
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    """Unique in the cluster, also where several nodes share a machine: its name, else address, with the id's start."""
-    return f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
-
-
-def _short(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    def _described(self, error: BaseException) -> str:
+        """Ray's words in short, and the last ones of the actor."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return " ".join(lines[:3] if len(lines) < 8 else [*lines[:2], lines[-1]]) + last_output(self._log)

@@ -194,11 +194,16 @@ class ProcessWorker:
 
 def _describe_exit(code: int, log: Path) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"its process was {how}{last_output(log)}"
+
+
+def last_output(log: Path) -> str:
+    """The end of a worker's log, introduced, for an error message; nothing where there is none."""
     try:
         tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
     except OSError:
         tail = ""
-    return f"its process was {how}" + (f"; its last output ({log}):\n{tail}" if tail else "")
+    return f"; its last output ({log}):\n{tail}" if tail else ""
 
 
 class InlineRuntime:

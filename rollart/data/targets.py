@@ -46,13 +46,15 @@ def target_of(kind: type) -> str:
 
 
 def _load_file(path: str, what: str) -> str:
-    """Import a file; the name of its module."""
+    """Import a file, which finds its neighbours as a script does; the name of its module."""
     name = f"{PREFIX}{Path(path).stem}"
     if name in sys.modules:
         return name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(f"{what}: {path} is no Python file")
+    if (folder := str(Path(path).parent)) not in sys.path:
+        sys.path.insert(0, folder)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -11,6 +11,7 @@ wrong shape fails where it is received, with the method's name. What this file l
 from __future__ import annotations
 
 import asyncio
+import functools
 import struct
 import traceback
 import typing
@@ -75,12 +76,16 @@ encode = msgspec.msgpack.encode
 
 def decode_arguments(method: Callable[..., Any], arguments: list[Raw]) -> list[Any]:
     """Decode each argument by the type hint of the parameter that takes it."""
-    hints = typing.get_type_hints(method)
-    hints.pop("return", None)
-    kinds = list(hints.values())
+    kinds = _kinds(getattr(method, "__func__", method))
     if len(arguments) > len(kinds):
         raise TypeError(f"{method.__qualname__} takes {len(kinds)} annotated arguments, got {len(arguments)}")
     return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(arguments, kinds, strict=False)]
+
+
+@functools.lru_cache(4096)
+def _kinds(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The annotations of a function's parameters; reading them anew would cost more than the rest of a call."""
+    return tuple(kind for name, kind in typing.get_type_hints(function).items() if name != "return")
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

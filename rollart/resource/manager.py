@@ -187,8 +187,9 @@ class ResourceManager:
         return await asyncio.to_thread(call, *arguments)
 
     def _note_loss(self, what: str) -> None:
-        self._lost.append(what)
-        self._warn(f"lost: {what}")
+        if what not in self._lost:
+            self._lost.append(what)
+            self._warn(f"lost: {what}")
 
     def _forget(self, lost: list[Binding]) -> list[Binding]:
         return [binding for binding in lost if self._mine.pop(binding.binding_id, None) is not None]

@@ -60,11 +60,17 @@ class Pools:
 
     # ------------------------------------------------------------------------------------------------ declarations
     def declare(self, specs: Iterable[PoolSpec]) -> None:
-        """Add pools; one that is there already must be the same. Raises ConfigError."""
+        """Add pools, and nodes that have joined one. Raises ConfigError when one that is there differs otherwise.
+
+        A node that is there stays, also when a later run no longer sees it: what is known of its loss is kept.
+        """
         new = {spec.name: spec for spec in specs}
-        for spec in new.values():
-            known = self._state.pools.get(spec.name)
-            if known is not None and known != spec:
+        for name, spec in new.items():
+            known = self._state.pools.get(name)
+            if known is None:
+                continue
+            new[name] = replace(spec, nodes={**known.nodes, **spec.nodes})
+            if replace(known, nodes=new[name].nodes) != new[name] or not known.nodes.items() <= new[name].nodes.items():
                 raise ConfigError(
                     f"pools.{spec.name}: this store has a pool of that name that differs ({_differs(known, spec)}); "
                     "take its values, another name, or another resources.name"
@@ -109,8 +115,8 @@ class Pools:
             place = self._roomiest(name, num_devices, avoid)
             if place is not None:
                 pool, node, devices = place
-                device = self._state.pools[pool].device
-                binding = Binding(binding_id, role, pool, name, node, devices, device_class, device)
+                spec = self._state.pools[pool]
+                binding = Binding(binding_id, role, pool, name, node, devices, device_class, spec.device, spec.share)
                 self._hold(binding)
                 return binding
         raise ResourceError(self._why_not(device_class, num_devices, avoid))

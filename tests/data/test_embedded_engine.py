@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from rollart.data.engines.embedded import EmbeddedEngine
+from rollart.data.engines.sampling import uniform
 from rollart.errors import ConfigError, GenerationError
 from rollart.types import GenRequest, GenResult, Sampling
 from tests.data.tiny_models import SHAPE, VOCABULARY, TinyModel
@@ -208,3 +209,36 @@ def test_what_cannot_work_is_said_before_anything_runs(tiny_models: dict[str, Ti
         EmbeddedEngine(folder, slots=0)
     with pytest.raises(ConfigError, match="dtype"):
         EmbeddedEngine(folder, dtype="float33")
+
+
+def test_random_numbers_are_even_and_independent_of_key_and_position() -> None:
+    keys_R1 = torch.arange(-500, 500)[:, None] * 7919
+    drawn_RN = uniform(keys_R1, torch.arange(200)[None, :])
+    assert float(drawn_RN.min()) >= 0
+    assert float(drawn_RN.max()) < 1
+    counts = torch.histc(drawn_RN, 100, 0, 1)
+    chi_square = float(((counts - 2000) ** 2 / 2000).sum())
+    assert chi_square < 150  # 99 degrees of freedom: 149 is exceeded once in a thousand
+    for shifted in (drawn_RN.roll(1, 0), drawn_RN.roll(1, 1)):
+        assert abs(float(torch.corrcoef(torch.stack([drawn_RN.flatten(), shifted.flatten()]))[0, 1])) < 0.01
+
+
+def test_what_a_trajectory_says_does_not_depend_on_its_neighbours_or_its_worker(
+    tiny_models: dict[str, TinyModel],
+) -> None:
+    folder = str(tiny_models["llama"].folder)
+    sampling = Sampling(max_tokens=40)
+
+    def said(*ids: str, slots: int) -> dict[str, list[int]]:
+        engine = EmbeddedEngine(folder, slots=slots, max_model_tokens=64, seed=3)
+        for each in ids:
+            engine.add(GenRequest(f"{each}-t0", each, [5 + int(each), 6, 7], sampling))
+        found = {}
+        while engine.has_work():
+            found |= {result.request_id: result.tokens for result in engine.step()}
+        return found
+
+    together = said("0", "1", "2", "3", slots=4)
+    assert len(set(map(tuple, together.values()))) == 4
+    assert said("3", "2", "0", "1", slots=2) == together
+    assert said("1", slots=1)["1-t0"] == together["1-t0"]

@@ -1,9 +1,5 @@
 import asyncio
-import os
-import signal
 import stat
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -11,104 +7,23 @@ import pytest
 
 from rollart.data.peers import connect
 from rollart.data.runtime import InlineRuntime, LocalRuntime, ProcessWorker
-from rollart.errors import ConfigError, EnvError, WorkerDied, WorkerError
+from rollart.errors import WorkerDied
 from rollart.protocols import Addressed
-from rollart.types import EnvReply, Sampling
-
-
-class Odd(Exception):
-    """Says a text that is not UTF-8, or fails to say anything."""
-
-    def __str__(self) -> str:
-        return "not \ud800 UTF-8" if self.args[0] else 1 / 0  # type: ignore[return-value]
-
-
-class Subject:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def times(self, number: int) -> int:
-        return number * self.factor
-
-    async def slow(self, seconds: float) -> str:
-        await asyncio.sleep(seconds)
-        return "slept"
-
-    def describe(self, sampling: Sampling) -> EnvReply:
-        return EnvReply(observation=f"{type(sampling).__name__} {sampling.max_tokens}")
-
-    def fail(self, ours: bool) -> None:
-        if ours:
-            raise EnvError("the cave is flooded")
-        raise ZeroDivisionError("by nought")
-
-    def block(self) -> None:
-        time.sleep(60)
-
-    def fork(self) -> int:
-        """Leave a child that holds everything this process holds; its id."""
-        child = os.fork()
-        while child == 0:
-            time.sleep(60)
-        return child
-
-    def fail_oddly(self, text: str | None) -> None:
-        raise Odd(text)
-
-    def vanish(self) -> None:
-        sys.stdout.write("last words\n")
-        sys.stdout.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-TARGET = "tests.data.test_runtime:Subject"
+from tests.data.runtime_contract import (  # noqa: F401
+    TARGET,
+    test_a_constructor_that_fails_leaves_the_runtime_able_to_start_others,
+    test_a_large_value_arrives_whole_both_ways,
+    test_a_target_that_does_not_exist_is_named,
+    test_a_worker_answers_with_typed_values_and_calls_overlap,
+    test_an_error_with_a_broken_text_comes_home_all_the_same,
+    test_errors_come_home_as_ours_with_the_remote_traceback,
+    test_five_thousand_calls_can_wait_at_once,
+)
 
 
 @pytest.fixture(params=["local", "inline"])
 def runtime(request: pytest.FixtureRequest, tmp_path: Path) -> LocalRuntime | InlineRuntime:
     return LocalRuntime(tmp_path) if request.param == "local" else InlineRuntime()
-
-
-def test_a_worker_answers_with_typed_values_and_calls_overlap(runtime: LocalRuntime | InlineRuntime) -> None:
-    async def scenario() -> None:
-        worker = await runtime.spawn("w", TARGET, {"factor": 3})
-        slow = asyncio.create_task(worker.call("slow", 0.2, returns=str))
-        assert await worker.call("times", 14, returns=int) == 42
-        assert not slow.done()
-        assert await slow == "slept"
-        reply = await worker.call("describe", Sampling(max_tokens=7), returns=EnvReply)
-        assert reply == EnvReply(observation="Sampling 7")
-        await runtime.shutdown()
-
-    asyncio.run(scenario())
-
-
-def test_errors_come_home_as_ours_with_the_remote_traceback(runtime: LocalRuntime | InlineRuntime) -> None:
-    async def scenario() -> None:
-        worker = await runtime.spawn("w", TARGET, {"factor": 3})
-        with pytest.raises(EnvError, match="the cave is flooded") as ours:
-            await worker.call("fail", True)
-        assert "worker w, call fail" in ours.value.__notes__[0]
-        with pytest.raises(WorkerError, match="worker w, call fail: ZeroDivisionError: by nought") as foreign:
-            await worker.call("fail", False)
-        assert "in fail" in str(foreign.value)
-        with pytest.raises(WorkerError, match="no method 'nothing'"):
-            await worker.call("nothing")
-        with pytest.raises(WorkerError, match="int"):
-            await worker.call("times", "many")
-        assert await worker.call("times", 2, returns=int) == 6
-        await runtime.shutdown()
-
-    asyncio.run(scenario())
-
-
-def test_a_target_that_does_not_exist_is_named(runtime: LocalRuntime | InlineRuntime) -> None:
-    async def scenario() -> None:
-        with pytest.raises(ConfigError, match="worker target: no module 'nowhere'"):
-            await runtime.spawn("w", "nowhere:Nobody", {})
-        await runtime.shutdown()
-
-    asyncio.run(scenario())
 
 
 def test_a_killed_process_fails_pending_and_later_calls_with_its_last_output(tmp_path: Path) -> None:
@@ -179,14 +94,17 @@ def test_a_child_that_user_code_forked_neither_hides_the_end_of_its_worker_nor_o
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("text", "said"), [("odd", r"not \\ud800 UTF-8"), ("", "its text cannot be shown")])
-def test_an_error_with_a_broken_text_comes_home_all_the_same(
-    text: str, said: str, runtime: LocalRuntime | InlineRuntime
-) -> None:
+def test_a_worker_from_a_script_finds_the_neighbours_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_script.py").write_text("FACTOR = 5\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from neighbour_of_script import FACTOR\nclass Five:\n    def times(self, n: int) -> int: return n * FACTOR\n"
+    )
+
     async def scenario() -> None:
-        worker = await runtime.spawn("w", TARGET, {"factor": 3})
-        with pytest.raises(WorkerError, match=said):
-            await asyncio.wait_for(worker.call("fail_oddly", text), 30)
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.spawn("w", f"{script}:Five", {})
+        assert await worker.call("times", 2, returns=int) == 10
         await runtime.shutdown()
 
     asyncio.run(scenario())

@@ -49,6 +49,14 @@ class Friendly:
         count("closed")
 
 
+class Deliberate(Friendly):
+    """Takes a second to answer, so that a run lasts long enough for something to happen to it."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(1.0)
+        return super().step(action)
+
+
 class Speechless(Friendly):
     """Rewards nothing, says nothing, and shows by example how to answer nothing."""
 

@@ -208,7 +208,9 @@ class EmbeddedEngine:
 
     def _draw(self, logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
         if self._arranged != self._num_decoding:
-            self._sampler.arrange([row.request.sampling for row in self._decoding()])
+            rows = self._decoding()
+            owners, lengths = [row.request.trajectory_id for row in rows], [len(row.tokens) for row in rows]
+            self._sampler.arrange([row.request.sampling for row in rows], owners, lengths)
             self._arranged = self._num_decoding
         return self._sampler(logits_RV)
 
