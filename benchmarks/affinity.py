@@ -27,7 +27,10 @@ mixture for which one would buy this pool. The further a mixture is from that, t
 (`--answer` sets the tokens of `solve`). The paper gives no tokens per turn.
 
 The figure is trajectories per second that ended in a window after a warm-up, both as long for every mode; modes take
-turns, and a row shows the median of the repetitions. `auto` keeps what it has learned from one repetition to the next,
+turns, and a row shows the median of the repetitions. `explore_per_s` and `solve_per_s` grow equal in the long run; in a
+window this short a slow mode has ended more of the shorter `explore`, which flatters it.
+
+`auto` keeps what it has learned from one repetition to the next,
 as a run does; `auto_first_over_declared` is its first repetition, with all its exploring, over the declared median.
 """
 

@@ -211,6 +211,18 @@ class Workers:
     async def _start(self, name: str, binding: Binding) -> Member:
         handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
         member = Member(handle, binding)
+        try:
+            await self._take_in(member)
+        except RollartError:
+            self.members.pop(name, None)
+            self._forget(member)
+            await handle.stop()
+            raise
+        return member
+
+    async def _take_in(self, member: Member) -> None:
+        """Give a new worker its share of the work. Raises what its calls raise."""
+        handle, binding = member.handle, member.binding
         match binding.role:
             case "actor_gen" if self.proxy is not None:
                 await self.proxy.join(RemoteInference(handle), binding.device_class)
@@ -220,11 +232,10 @@ class Workers:
                 self.reward.join(handle)
             case _:
                 pass
-        self.members[name] = member
+        self.members[member.name] = member
         await self.introduce(member)
         if binding.role == "rollout" and self.runner is not None:
             await self.runner.join(RemoteShard(handle))
-        return member
 
     async def introduce(self, member: Member) -> None:
         """Let a new shard meet all others, and a new worker all shards. Raises ResourceError, WorkerDied."""

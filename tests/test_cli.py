@@ -132,6 +132,22 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         assert line in output
 
 
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("rollout.shard_trajectories=4096", "none: the driver manages all trajectories"),
+        ("rollout.shard_trajectories=100", "3 rollout processes, each for at most 100 trajectories in flight"),
+        ("schedule=sync", "none, though more than 50 trajectories are in flight: schedule sync steps all environments"),
+        ("runtime=inline", "none, though more than 50 trajectories are in flight: runtime inline is one process"),
+    ],
+)
+def test_check_says_where_trajectories_are_managed(
+    word: str, line: str, toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", toml, "rollout.shard_trajectories=50", word], FakeParts()) == 0
+    assert f"#   shards        {line}" in capsys.readouterr().out
+
+
 def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"], FakeParts()) == 0
     assert capsys.readouterr().out == (

@@ -210,3 +210,16 @@ def test_any_override_gives_a_config_or_a_config_error_that_names_the_key(sectio
 @given(TEXT)
 def test_no_override_text_raises_anything_but_a_config_error(text: str) -> None:
     assert outcome(text)
+
+
+def test_shards_follow_from_the_trajectories_in_flight() -> None:
+    def shards(**options: object) -> int:
+        rollout = {"groups_per_batch": 8, "group_size": 8, "shard_trajectories": 50}
+        return limits(from_dict({"tasks": {"maze": {}}, "rollout": rollout, **options})).shards
+
+    assert shards() == 3, "16 slots of 8 are 128 trajectories"
+    assert shards(rollout={"groups_per_batch": 8, "group_size": 8}) == 1
+    assert shards(schedule="sync_plus") == 2
+    assert shards(schedule="sync") == shards(runtime="inline") == 1
+    with pytest.raises(ConfigError, match=r"roles\.rollout\.workers: follows from rollout\.shard_trajectories"):
+        shards(roles={"rollout": {"workers": 3}})

@@ -43,6 +43,7 @@ def test_a_sharded_run_trains_all_steps_within_its_bound(schedule: str) -> None:
     assert [summary.step for summary in run.hooks.summaries] == [1, 2, 3, 4, 5, 6]
     assert sum(run.ledger.ages.values()) == 6 * 2 * 3
     assert len(versions_of(run)) > 1, "shards went on under new weights"
+    assert [shard.proxy.version for shard in run.shards] == [6, 6, 6], "by which they judge ages at every turn"
 
 
 def test_trajectories_are_spread_and_their_stages_are_known_to_the_driver() -> None:
@@ -62,7 +63,9 @@ def test_trajectories_are_spread_and_their_stages_are_known_to_the_driver() -> N
 
 def test_no_shard_lets_a_request_leave_between_suspend_and_resume() -> None:
     async def main() -> None:
-        run = FakeRun(num_shards=2, rollout__group_size=4, rollout__groups_per_batch=4)
+        env = FakeEnv(misbehave=lambda call, env_id, task: share(f"{call}{env_id}"), turns=5)
+        irregular = {"num_tokens": lambda request: 1 + int(share(request.request_id) * 9), "env": env}
+        run = FakeRun(num_shards=2, rollout__group_size=4, rollout__groups_per_batch=4, **irregular)  # type: ignore[arg-type]
         asked: list[bool] = []
         for engine in run.engines:
             engine.failing = lambda request, engine=engine: bool(asked.append(engine.is_suspended))  # type: ignore[misc]
@@ -123,6 +126,7 @@ def test_without_any_shard_trajectories_wait_for_one_to_join() -> None:
     assert len(run.hooks.summaries) == 6
     assert run.runner is not None
     assert list(run.runner.loads) == ["rollout-0.1"]
+    assert run.shards[-1].proxy.version == 6
 
 
 def test_a_fault_inside_a_shard_ends_the_run() -> None:

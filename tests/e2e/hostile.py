@@ -49,11 +49,16 @@ class Friendly:
         count("closed")
 
 
-class Deliberate(Friendly):
-    """Takes a second to answer, so that a run lasts long enough for something to happen to it."""
+class Held(Friendly):
+    """Answers nothing while there is a file `gate`, so that a test can do something to a run before it goes on."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = Path(gate)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        time.sleep(1.0)
+        time.sleep(0.2)
+        while self._gate.exists():
+            time.sleep(0.05)
         return super().step(action)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -53,11 +54,19 @@ class Echo(rdist.Worker):
 def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machines, lab: Laboratory) -> None:
     steps = 25
     store = f"resources.store=file:{lab.folder / 'pools'}"
-    process = lab.start(f"steps={steps}", store, text=ON_POOLS.replace("hostile:Friendly", "hostile:Deliberate"))
+    gate = lab.folder / "gate"
+    held = (
+        'tasks.friendly.env="tests.e2e.hostile:Held"',
+        f"tasks.friendly.options.gate={json.dumps(str(gate))}",
+        "tasks.friendly.step_timeout_s=300",
+    )
+    process = lab.start(f"steps={steps}", store, *held, text=ON_POOLS)
     process.until(lambda: steps_done(lab.run) >= 2, "its second step")
+    gate.touch()
     machines.kill()
     process.until(lambda: "inference-1.1 runs on H20:1 of pool H20 on rollout-1" in process.text(), "a new worker")
     assert steps_done(lab.run) < steps - 2, "the new worker came too late to be of use"
+    gate.unlink()
     assert process.wait() == 0, process.text()
     check_audit(lab.run, steps, alpha=1)
     said = summary(lab.run)
