@@ -18,8 +18,8 @@ CLUSTER = [
 ]
 
 
-def placed(text: str = "", nodes: list[NodeInfo] | None = None, env_workers: int = 1) -> Placement:
-    return place(parse(f"{text}\n[tasks.frozenlake]\n"), nodes or CLUSTER, env_workers=env_workers)
+def placed(text: str = "", nodes: list[NodeInfo] | None = None) -> Placement:
+    return place(parse(f"{text}\n[tasks.frozenlake]\n"), nodes or CLUSTER)
 
 
 def classes(placement: Placement) -> dict[str, str]:
@@ -65,8 +65,8 @@ def test_numbers_per_class_and_a_plain_number_of_workers() -> None:
     assert [(each.worker, each.device_class, each.num_devices) for each in wide] == [
         (f"inference-{number}", "H20", 4) for number in range(4)
     ]
-    assert len(placed(env_workers=3).of_role("environment")) == 3
-    assert len(placed("roles.environment.workers = 5", env_workers=3).of_role("environment")) == 5
+    assert len(placed().of_role("environment")) == 1
+    assert len(placed("roles.environment.workers = 5").of_role("environment")) == 5
 
 
 def test_declared_pools_take_their_devices_from_the_nodes_and_the_cores_come_by_themselves() -> None:

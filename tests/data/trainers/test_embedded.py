@@ -363,7 +363,7 @@ def test_the_trainer_is_found_by_name_and_others_are_refused():
 
 def test_a_worker_made_from_plain_values_trains_and_publishes_the_model(trainer_model, tmp_path):
     weights = {"folder": str(tmp_path), "bucket_bytes": 4096, "keep": 2}
-    worker = roles.training(str(trainer_model), "embedded", {"learning_rate": 0.01}, 1.0, 0, weights)
+    worker = roles.training(str(trainer_model), "embedded", {"learning_rate": 0.01}, "cpu", 1.0, 0, weights)
     made = trainer(trainer_model)
     report = worker.train_step(batch(made))
     manifest = worker.publish(1)
