@@ -28,6 +28,7 @@ class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     slippery: Annotated[bool, Meta(description="Moves may slide sideways.")] = False
     hints: Annotated[bool, Meta(description="Add lines that name the four neighbouring cells.")] = False
     invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
+    invalid_ends: Annotated[bool, Meta(description="A text without a direction ends the episode.")] = False
 
 
 class FrozenLake:
@@ -53,11 +54,12 @@ class FrozenLake:
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Move by the first direction named in `action`; without one nothing moves."""
+        """Move by the first direction named in `action`; without one nothing moves, or all ends."""
         number = self._actions.find(action)
         if number is None:
-            penalty = self._options.invalid_penalty
-            return f"{INVALID}\n{self._observation()}", -penalty, False, False, {"invalid": True}
+            options = self._options
+            info = {"invalid": True}
+            return f"{INVALID}\n{self._observation()}", -options.invalid_penalty, options.invalid_ends, False, info
         state, reward, terminated, truncated, _ = self._env.step(number)
         self._state = int(state)
         return self._observation(), float(reward), terminated, truncated, {}
