@@ -258,7 +258,7 @@ class _Run:
         proxy = _proxy(config, workers, background, step, self._announce)
         services = _services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
-        runner = await _sharded(workers, services, ledger, specs, step)
+        runner = await _sharded(workers, services, ledger, specs, step, self._announce)
         scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail, runner=runner)
         totals = Totals()
         if state is not None:
@@ -355,13 +355,18 @@ def _proxy(
 
 
 async def _sharded(
-    workers: Workers, services: Services, ledger: Ledger, specs: dict[str, TaskSpec], version: int
+    workers: Workers,
+    services: Services,
+    ledger: Ledger,
+    specs: dict[str, TaskSpec],
+    version: int,
+    say: Callable[[str], None],
 ) -> ShardedRunner | None:
     """Who runs the trajectories where the run has rollout shards."""
     shards = workers.of_role("rollout")
     if not shards:
         return None
-    runner = ShardedRunner(services, ledger.clock, specs, version)
+    runner = ShardedRunner(services, ledger.clock, specs, version, say)
     services.proxy.followers = workers.runner = runner
     for shard in shards:
         await runner.join(RemoteShard(shard.handle))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -30,6 +30,7 @@ from rollart.data.peers import connect
 from rollart.data.reward import RemoteReward
 from rollart.errors import WorkerDied
 from rollart.protocols import WorkerHandle
+from rollart.resource.affinity import Affinity
 from rollart.resource.routing import Router
 from rollart.tasks import registry
 from rollart.tasks.chat import ChatRenderer
@@ -52,7 +53,15 @@ class RolloutShard:
         tasks = registry.specs(whole)
         background, clock = Background(), StageClock()
         self._background = background
-        self._proxy = LLMProxy([], router=Router(affinity, fallback), background=background)
+        slots = whole.rollout.engine_slots
+        mode: Literal["declared", "auto"] = "auto" if whole.affinity == "auto" else "declared"
+        self._proxy = LLMProxy(
+            [],
+            router=Router(affinity, fallback, slots=slots),
+            background=background,
+            affinity=Affinity(affinity, mode, slots),
+            say=self._say,
+        )
         self._environment = RemoteEnvironment([])
         self._reward = RemoteReward([])
         self._met: dict[str, WorkerHandle] = {}
@@ -70,6 +79,9 @@ class RolloutShard:
     async def start(self) -> None:
         """The process holds very many small objects that live long."""
         relax_collector()
+
+    def _say(self, line: str) -> None:
+        self._shard.say(line)
 
     # ------------------------------------------------------------------------------------------------ other workers
     async def meet(self, role: str, name: str, address: str, device_class: str) -> None:

@@ -280,7 +280,7 @@ class ShardNews(Struct):
     """What a rollout shard tells, all at once, of what happened since it told last.
 
     `number` counts the tellings; `stages`: trajectories by stage at this moment; `progress`: trajectory id -> (start
-    version, generated tokens).
+    version, generated tokens); `said`: lines for a person, such as a change of affinity.
     """
 
     number: int
@@ -288,6 +288,7 @@ class ShardNews(Struct):
     progress: dict[str, tuple[int, int]]
     ended: list[Trajectory]
     aborted: list[Trajectory]
+    said: list[str] = field(default_factory=list)
 
 
 class PoolSpec(Struct, frozen=True):

@@ -34,6 +34,7 @@ class Shard:
         self._progress: dict[str, tuple[int, int]] = {}
         self._ended: list[Trajectory] = []
         self._aborted: list[Trajectory] = []
+        self._said: list[str] = []
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         services.proxy.hold()
@@ -69,6 +70,11 @@ class Shard:
         """Wait until all trajectories, and what they left to close, have ended."""
         await self._runner.close()
 
+    def say(self, line: str) -> None:
+        """Something for a person to read, where the driver writes."""
+        self._said.append(line)
+        self._changed.set()
+
     # ------------------------------------------------------------------------------------- what its runner tells it
     def progress(self, trajectory_id: str, start_version: int, num_tokens: int) -> None:
         """As `Listener.progress`."""
@@ -97,6 +103,6 @@ class Shard:
             raise self._error
         self._changed.clear()
         self._number += 1
-        news = ShardNews(self._number, dict(self._clock.counts), self._progress, self._ended, self._aborted)
-        self._progress, self._ended, self._aborted = {}, [], []
+        news = ShardNews(self._number, dict(self._clock.counts), self._progress, self._ended, self._aborted, self._said)
+        self._progress, self._ended, self._aborted, self._said = {}, [], [], []
         return news

@@ -56,11 +56,19 @@ class _Member:
 class ShardedRunner:
     """`services` are the driver's own, through which it gives up what a dead shard held. `version`: of the weights."""
 
-    def __init__(self, services: Services, clock: StageClock, tasks: Mapping[str, TaskSpec], version: int = 0) -> None:
+    def __init__(
+        self,
+        services: Services,
+        clock: StageClock,
+        tasks: Mapping[str, TaskSpec],
+        version: int = 0,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
         self._services = services
         self._clock = clock
         self._tasks = tasks
         self._version = version
+        self._say = say
         self._suspended = False
         self._changing = asyncio.Lock()
         self._members: dict[str, _Member] = {}
@@ -202,6 +210,8 @@ class ShardedRunner:
         if news.number > member.number:
             self._clock.shift(member.stages, news.stages)
             member.number, member.stages = news.number, news.stages
+        for line in news.said:
+            self._say(f"{member.handle.name}: {line}")
         for trajectory_id, (start_version, num_tokens) in news.progress.items():
             if trajectory_id in member.running:
                 self._listener.progress(trajectory_id, start_version, num_tokens)

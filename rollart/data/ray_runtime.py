@@ -21,6 +21,7 @@ import logging
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ MAX_CALLS = 100_000
 """Calls at once in one actor: an environment worker holds one per environment."""
 UNSURE_S = 60.0
 """How long an actor may be out of reach, all in all, before it counts as dead without a word of Ray's."""
+NAMESPACE = "rollart"
 UNSURE_LOOK_S = 0.5
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters of several machines; "0" makes a cluster that starts here listen on loopback alone."""
@@ -162,9 +164,11 @@ class RayRuntime:
         log.parent.mkdir(parents=True, exist_ok=True)
         options, group = await self._place(name, binding)
         environ = ENVIRON if binding is None or binding.device == "cuda" else {**ENVIRON, "CUDA_VISIBLE_DEVICES": ""}
+        unique = f"{name}-{uuid.uuid4().hex}"
         kind = self._ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0, **options)(Actor)
+        kind = kind.options(name=unique, namespace=NAMESPACE)
         actor = kind.remote(target, encode(dict(kwargs)), os.getcwd(), str(log), environ)
-        worker = RayWorker(self._ray, name, actor, group, log)
+        worker = RayWorker(self._ray, name, actor, unique, group, log)
         self._workers.append(worker)
         try:
             await worker.build()
@@ -224,11 +228,25 @@ class RayRuntime:
                 )
 
 
-class RayWorker:
-    """Driver's side of one actor."""
+async def connect(name: str, unique: str) -> RayWorker:
+    """A handle for another worker of the run, inside an actor. Raises WorkerDied when there is no such actor."""
+    ray = importlib.import_module("ray")
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, unique, NAMESPACE)
+    except ValueError as error:
+        raise WorkerDied(f"worker {name} is not on the Ray cluster any more") from error
+    return RayWorker(ray, name, actor, unique, None, None, owned=False)
 
-    def __init__(self, ray: Any, name: str, actor: Any, group: Any, log: Path) -> None:
+
+class RayWorker:
+    """One actor, seen from the driver that owns it, or from another worker."""
+
+    def __init__(
+        self, ray: Any, name: str, actor: Any, unique: str, group: Any, log: Path | None, owned: bool = True
+    ) -> None:
         self.name = name
+        self._unique = unique
+        self._owned = owned
         self._ray = ray
         self._actor = actor
         self._call = actor.call.remote
@@ -253,12 +271,20 @@ class RayWorker:
             payload = await asyncio.to_thread(self._ray.put, payload)
         return msgspec.msgpack.decode(await self._answer(method, self._call(method, payload)), type=returns)
 
+    async def address(self) -> str:
+        """Where other workers reach it, by `peers.connect`."""
+        return f"ray:{self._unique}"
+
     async def wait_dead(self) -> str:
         """The reason, once the actor is gone."""
         return await asyncio.shield(self._death)
 
     async def stop(self) -> None:
-        """Ask the object to close, then end the actor and give its place back."""
+        """Ask the object to close, then end the actor and give its place back; who does not own it only lets go."""
+        if not self._owned:
+            self._watching.cancel()
+            self._bury("the connection was closed")
+            return
         if not self._death.done():
             with contextlib.suppress(TimeoutError, self._lost):
                 await asyncio.wait_for(self._actor.close.remote(), STOP_TIMEOUT_S)
@@ -297,7 +323,8 @@ class RayWorker:
                 if doubted < UNSURE_S:
                     await asyncio.sleep(UNSURE_LOOK_S)
                     continue
-                self._ray.kill(self._actor)
+                if self._owned:
+                    self._ray.kill(self._actor)
                 self._bury(self._described(error))
             except self._lost as error:
                 self._bury(self._described(error))
@@ -310,4 +337,6 @@ class RayWorker:
     def _described(self, error: BaseException) -> str:
         """Ray's words in short, and the last ones of the actor."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return " ".join(lines[:3] if len(lines) < 8 else [*lines[:2], lines[-1]]) + last_output(self._log)
+        return " ".join(lines[:3] if len(lines) < 8 else [*lines[:2], lines[-1]]) + (
+            last_output(self._log) if self._log else ""
+        )

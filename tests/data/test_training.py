@@ -112,7 +112,9 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
 
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="trainer: unknown 'fsdp3'"):
-        roles.training("nowhere", "fsdp3", {}, "cpu", 1.0, 0, {"folder": str(tmp_path), "bucket_bytes": 1024, "keep": 2})
+        roles.training(
+            "nowhere", "fsdp3", {}, "cpu", 1.0, 0, {"folder": str(tmp_path), "bucket_bytes": 1024, "keep": 2}
+        )
 
 
 def test_the_handle_and_the_folder_import_without_torch():

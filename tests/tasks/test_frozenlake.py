@@ -72,6 +72,14 @@ def test_a_text_without_direction_changes_nothing_and_says_so():
     assert env.step("")[0] == f"Invalid action.\n{before}"
 
 
+def test_a_text_without_direction_can_end_the_episode():
+    env = FrozenLake(FrozenLakeOptions(invalid_ends=True))
+    env.reset(1)
+    assert env.step("right")[2] is False
+    _, reward, terminated, truncated, _ = env.step("jump")
+    assert (reward, terminated, truncated) == (0.0, True, False)
+
+
 def test_equal_seeds_give_equal_episodes_and_different_seeds_different_maps():
     first, second = FrozenLake(), FrozenLake()
     assert first.reset(11) == second.reset(11) == first.reset(11)
