@@ -184,3 +184,9 @@ def test_without_any_cluster_a_run_has_one_of_its_own_on_loopback_and_ends_it(tm
         check=False,
     )
     assert "alone and well" in done.stdout, done.stdout + done.stderr
+
+
+def test_shards_on_ray_call_other_workers_past_the_driver(machines: Machines, lab: Laboratory) -> None:
+    assert train(lab.config("steps=3", "rollout.shard_trajectories=6", text=ON_POOLS)) == 0
+    check_audit(lab.run, 3, alpha=1)
+    assert {"rollout-0", "rollout-1"} <= set(summary(lab.run)["resources"]["workers"])
