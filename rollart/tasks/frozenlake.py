@@ -28,17 +28,21 @@ class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     slippery: Annotated[bool, Meta(description="Moves may slide sideways.")] = False
     hints: Annotated[bool, Meta(description="Add lines that name the four neighbouring cells.")] = False
     invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
+    discount: Annotated[
+        float, Meta(gt=0, le=1, description="The goal is worth discount ** (steps - 1): below 1, short ways pay more.")
+    ] = 1.0
     invalid_ends: Annotated[bool, Meta(description="A text without a direction ends the episode.")] = False
 
 
 class FrozenLake:
-    """Reward 1 at the goal, 0 otherwise; a hole ends the episode."""
+    """Reward 1 (discounted by the steps taken) at the goal, 0 otherwise; a hole ends the episode."""
 
     def __init__(self, options: FrozenLakeOptions | None = None) -> None:
         self._options = options or FrozenLakeOptions()
         self._actions = ActionWords(WORDS)
         self._map: list[str] = []
         self._state = 0
+        self._steps = 0
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Draw the map of `seed` and stand on its start."""
@@ -51,10 +55,12 @@ class FrozenLake:
             "FrozenLake-v1", desc=self._map, is_slippery=options.slippery, disable_env_checker=True
         )
         self._state = int(self._env.reset(seed=seed)[0])
+        self._steps = 0
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Move by the first direction named in `action`; without one nothing moves, or all ends."""
+        self._steps += 1
         number = self._actions.find(action)
         if number is None:
             options = self._options
@@ -62,7 +68,8 @@ class FrozenLake:
             return f"{INVALID}\n{self._observation()}", -options.invalid_penalty, options.invalid_ends, False, info
         state, reward, terminated, truncated, _ = self._env.step(number)
         self._state = int(state)
-        return self._observation(), float(reward), terminated, truncated, {}
+        worth = float(reward) * self._options.discount ** (self._steps - 1)
+        return self._observation(), worth, terminated, truncated, {}
 
     def sample_action(self, rng: random.Random) -> str:
         """One of the four words."""
@@ -91,4 +98,5 @@ TASK = TaskDefinition(
     max_turns=16,
     max_turn_tokens=8,
     max_tokens=1024,
+    success_reward=0.05,  # at the goal, however long the way was
 )
