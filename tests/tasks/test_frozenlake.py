@@ -4,7 +4,7 @@ import gymnasium
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from rollart.tasks.frozenlake import WORDS, FrozenLake, FrozenLakeOptions
+from rollart.tasks.frozenlake import TASK, WORDS, FrozenLake, FrozenLakeOptions
 
 
 @pytest.mark.parametrize("slippery", [False, True])
@@ -73,7 +73,7 @@ def test_a_text_without_direction_changes_nothing_and_says_so():
 
 
 def test_a_text_without_direction_can_end_the_episode():
-    env = FrozenLake(FrozenLakeOptions(invalid_ends=True))
+    env = FrozenLake(FrozenLakeOptions(invalid_ends=True, frozen_probability=1.0))
     env.reset(1)
     assert env.step("right")[2] is False
     _, reward, terminated, truncated, _ = env.step("jump")
@@ -94,3 +94,14 @@ def test_random_actions_are_the_four_words():
 def _player(observation):
     lines = [line.split(" ") for line in observation.split("\n")]
     return next((row, line.index("P")) for row, line in enumerate(lines) if "P" in line)
+
+
+def test_a_discount_pays_short_ways_more_and_every_arrival_is_a_success():
+    for detour, steps in ([], 6), (["right", "left"], 8):
+        env = FrozenLake(FrozenLakeOptions(frozen_probability=1.0, discount=0.9))
+        env.reset(0)
+        for word in (*detour, *["right"] * 3, *["down"] * 3):
+            _, reward, terminated, _, _ = env.step(word)
+        assert terminated
+        assert reward == pytest.approx(0.9 ** (steps - 1))
+        assert reward >= TASK.success_reward
