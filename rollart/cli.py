@@ -77,11 +77,11 @@ class Parts:
 
         return None if config.runtime == "ray" else place(config, [this_node()])
 
-    def pools(self, config: Config) -> list[PoolRow]:
+    def pools(self, config: Config, repair: str) -> list[PoolRow]:
         """The pools of a config as they are now, other runs' bindings included. Raises RollartError."""
         from rollart import workers
 
-        return workers.view(config)
+        return workers.view(config, repair)
 
 
 def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
@@ -159,7 +159,7 @@ def _run(argv: list[str], parts: Parts) -> int:
     if options.command == "check":
         return _check(parts, words)
     if options.command == "pools":
-        return _pools(parts, words)
+        return _pools(parts, words, options.repair)
     if options.command == "eval":
         return _evaluate(parts, options)
     return _tasks(parts, options.name)
@@ -200,6 +200,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     check.add_argument("words", **config_words)  # type: ignore[arg-type]
     pools = command("pools", "show the pools of a config and who holds them", "Reads the store of [resources].")
     pools.add_argument("words", **config_words)  # type: ignore[arg-type]
+    pools.add_argument("--repair", metavar="NODE", default="", help="first say that the devices of a node work again")
     evaluate = command("eval", "evaluate a run on held-out seeds", "Greedy; prints reward and success per task.")
     evaluate.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/latest")
     evaluate.add_argument("--episodes", metavar="N", type=_count, help="episodes per task (default: the config's)")
@@ -244,12 +245,12 @@ def _check(parts: Parts, words: list[str]) -> int:
     return 0
 
 
-def _pools(parts: Parts, words: list[str]) -> int:
+def _pools(parts: Parts, words: list[str], repair: str) -> int:
     from rollart.report import pools
 
     config = _load(words)
     parts.specs(config)
-    print(pools(parts.pools(config)))
+    print(pools(parts.pools(config, repair)))
     return 0
 
 

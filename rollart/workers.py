@@ -369,16 +369,22 @@ def _recipes(
     }
 
 
-def view(config: Config) -> list[PoolRow]:
-    """The pools of a config as they are now in its store. Raises ConfigError, ResourceError."""
-    return asyncio.run(_view(config))
+def view(config: Config, repair: str = "") -> list[PoolRow]:
+    """The pools of a config as they are now in its store; first, say that node `repair` works again.
+
+    Raises ConfigError, ResourceError.
+    """
+    return asyncio.run(_view(config, repair))
 
 
-async def _view(config: Config) -> list[PoolRow]:
+async def _view(config: Config, repair: str) -> list[PoolRow]:
     runtime = open_runtime(config.runtime, Path())
     try:
         settings = config.resources
         specs = pool_specs(config.pools, await runtime.nodes())
-        return await ResourceManager(open_store(settings.store), specs, "view", name=settings.name).rows()
+        manager = ResourceManager(open_store(settings.store), specs, "view", name=settings.name)
+        if repair:
+            await manager.repair(repair)
+        return await manager.rows()
     finally:
         await runtime.shutdown()

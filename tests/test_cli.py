@@ -70,7 +70,7 @@ class FakeParts(Parts):
     def place(self, config: Config) -> Placement | None:
         return place(config, [NodeInfo("localhost", {"CPU": 2})])
 
-    def pools(self, config: Config) -> list[PoolRow]:
+    def pools(self, config: Config, repair: str) -> list[PoolRow]:
         placed = self.place(config)
         assert placed is not None
         pools = Pools(placed.pools)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rollart.checks import nearest
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.pool import PoolRow, Pools
 from rollart.resource.store import MetadataStore
@@ -65,7 +66,7 @@ class ResourceManager:
         if (await self._ask(self._store.held, [self._lease]))[0]:
             raise ConfigError(f"run {self._run!r}: a run of that name is alive in this store; take another log.name")
         await self._ask(self._store.renew, self._lease, self._lease_s)
-        await self._change(lambda pools: pools.release_run(self._run))
+        await self._change(self._begin)
         self._beating = asyncio.get_running_loop().create_task(self._beat(), name="resource lease")
 
     async def close(self) -> None:
@@ -129,7 +130,23 @@ class ResourceManager:
         """The view as rows of a table. Raises ResourceError."""
         return (await self.pools()).rows()
 
+    async def repair(self, node: str) -> None:
+        """A person says that the devices of a node work again. Raises ConfigError for an unknown node."""
+        pools = await self.pools()
+        homes = [name for name, spec in pools.specs.items() if node in spec.nodes]
+        if not homes:
+            raise ConfigError(
+                f"node {node!r}: no pool has it{nearest(node, sorted({row.node for row in pools.rows()}))}"
+            )
+        for name in homes:
+            await self._change(lambda view, name=name: view.repair(name, node))  # type: ignore[misc]
+
     # ------------------------------------------------------------------------------------------------------- inside
+    def _begin(self, pools: Pools) -> None:
+        """Nothing is held yet under this name; the nodes that this run sees are there."""
+        pools.release_run(self._run)
+        pools.returned(self._specs)
+
     @property
     def _lease(self) -> str:
         return f"{self._name}/{self._run}"

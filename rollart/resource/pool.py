@@ -174,6 +174,13 @@ class Pools:
         """The devices of a node work again."""
         self._state.failed.pop(_place(pool, node), None)
 
+    def returned(self, specs: Iterable[PoolSpec]) -> None:
+        """Nodes that are there now: one that was lost whole is back. Devices that broke one by one stay broken."""
+        for spec in specs:
+            for node, devices in spec.nodes.items():
+                if set(devices) <= self._failed(spec.name, node):
+                    self.repair(spec.name, node)
+
     # -------------------------------------------------------------------------------------------------------- view
     def rows(self) -> list[PoolRow]:
         """One row per pool and node."""

@@ -259,6 +259,29 @@ def test_a_node_that_fails_costs_its_bindings_and_nobody_gets_it(url: str) -> No
     with_runs(url, main)
 
 
+def test_a_node_that_comes_back_serves_the_next_run_and_a_broken_device_waits_for_its_repair(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        pool = PoolSpec("wide", "H20", {"n": (0, 1), "m": (0, 1)})
+        first = runs.manager("first", pool=pool)
+        await first.open()
+        broken = await first.bind("w", "g", "H20")
+        lost = "m" if broken.node == "n" else "n"
+        await first.fail(broken)
+        await first.fail_node(lost)
+        assert {row.node: row.failed for row in await first.rows()} == {broken.node: 1, lost: 2}
+        second = runs.manager("second", pool=pool)
+        await second.open()
+        assert {row.node: row.failed for row in await second.rows()} == {broken.node: 1, lost: 0}
+        with pytest.raises(ConfigError, match="node 'x': no pool has it"):
+            await second.repair("x")
+        await second.repair(broken.node)
+        assert not any(row.failed for row in await second.rows())
+        await first.close()
+        await second.close()
+
+    with_runs(url, main)
+
+
 def test_a_redis_server_that_is_killed_and_comes_back_empty_costs_a_run_nothing(redis_server: RedisServer) -> None:
     async def main(runs: Runs) -> None:
         manager = runs.manager("run", lease_s=0.5)
