@@ -165,6 +165,14 @@ def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.Capture
     assert "maze" not in capsys.readouterr().out
 
 
+def test_pools_shows_devices_and_their_holders_as_a_table(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pools", toml], FakeParts()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "POOL  CLASS  NODE       DEVICES  FREE  FAILED  COST  HELD BY",
+        "CPU   CPU    localhost  2        2     0       1     someone/inference-0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -135,9 +135,8 @@ class ResourceManager:
         pools = await self.pools()
         homes = [name for name, spec in pools.specs.items() if node in spec.nodes]
         if not homes:
-            raise ConfigError(
-                f"node {node!r}: no pool has it{nearest(node, sorted({row.node for row in pools.rows()}))}"
-            )
+            known = sorted({row.node for row in pools.rows()})
+            raise ConfigError(f"node {node!r}: no pool has it{nearest(node, known)}")
         for name in homes:
             await self._change(lambda view, name=name: view.repair(name, node))  # type: ignore[misc]
 
