@@ -116,6 +116,8 @@ class EnvironmentWorker:
         self, env_id: str, hosted: HostedEnv, what: str, timeout_s: float, submit: Callable[[], Future[EnvReply]]
     ) -> EnvReply:
         async with self._permits:
+            if self._running.get(env_id) is not hosted:  # closed while this call waited; others may use it by now
+                raise EnvError(f"{what}: its episode was closed before the call began")
             try:
                 async with asyncio.timeout(timeout_s):
                     return await asyncio.wrap_future(submit())

@@ -28,16 +28,21 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._process = os.getpid()
+        self._has_ended = False
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, kind: type[RollartError], what: str, call: Callable[..., T], *args: Any) -> Future[T]:
         """Queue a call. Its exceptions become `kind`, saying `what` was done, the cause and where it was raised."""
         future: Future[T] = Future()
+        if self._has_ended:
+            future.set_exception(kind(f"{what}: its thread has ended"))
+            return future
         self._calls.put(lambda: _resolve(future, kind, what, call, args))
         return future
 
     def end(self) -> None:
         """Let the thread finish after the calls queued so far."""
+        self._has_ended = True
         self._calls.put(None)
 
     def _work(self) -> None:

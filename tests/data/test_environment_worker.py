@@ -269,3 +269,30 @@ def test_a_worker_that_fails_in_another_way_is_an_environment_error_too():
         await remote.close("a")
 
     asyncio.run(main())
+
+
+def test_calls_that_waited_when_their_episode_was_closed_touch_nothing_and_hold_nobody_up():
+    """As when a run aborts hundreds of trajectories at once, and an evaluation follows."""
+
+    async def main():
+        worker = _worker(1, naughty=TaskConfig(env=NAUGHTY, reset_timeout_s=20.0, step_timeout_s=20.0))
+        await worker.reset("first", "naughty", 0)
+        holding = asyncio.ensure_future(worker.step("first", "hang"))
+        await asyncio.sleep(0)
+        waiting = []
+        for number in range(40):
+            waiting.append(asyncio.ensure_future(worker.reset(f"e{number}", "naughty", number)))
+            await asyncio.sleep(0)
+            await worker.close(f"e{number}")
+        user_tasks.gate.set()
+        await holding
+        faults = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+        assert {str(fault) for fault in faults} == {
+            "reset of task 'naughty': its episode was closed before the call began"
+        }
+        for number in range(8):
+            reply = await asyncio.wait_for(worker.reset(f"after{number}", "naughty", number), 10)
+            assert reply.observation == f"seed {number}"
+        assert (await worker.stats())["hung"] == 0
+
+    asyncio.run(main())

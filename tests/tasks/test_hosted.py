@@ -182,3 +182,10 @@ def test_text_that_utf8_cannot_hold_is_refused_as_an_observation_and_left_out_of
         reset_reply(("\ud800", {}), "reset")
     reply = reset_reply(("ok", {"a": "\ud800", "\ud800": 1, "b": ["\udfff"], "c": "\u03a9"}), "reset")
     assert reply == EnvReply("ok", info={"c": "\u03a9"})
+
+
+def test_a_call_after_the_end_fails_at_once_instead_of_never():
+    hosted = HostedEnv("quiet", Recorder)
+    hosted.retire().result(10)
+    with pytest.raises(EnvError, match="reset of task 'quiet': its thread has ended"):
+        hosted.reset(1).result(10)
