@@ -58,6 +58,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                preexec_fn=_as_in_a_terminal,
             )
         self.pid = self._popen.pid
 
@@ -175,6 +176,11 @@ def check_audit(run: Path, steps: int, alpha: float) -> None:
         assert min(age for group in batch["groups"] for age in group["ages"]) >= 0
         assert max(oldest) <= math.ceil(alpha)
         assert sum(age > math.floor(alpha) for age in oldest) <= (alpha % 1) * len(oldest)
+
+
+def _as_in_a_terminal() -> None:
+    """Tests that run under nohup hand down a deaf ear, and rollart respects it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _standard_output(process: psutil.Process) -> str:
