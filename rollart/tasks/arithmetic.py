@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from rollart.tasks import held_out
 from rollart.tasks.definition import TaskDefinition
 
 _INTEGER = re.compile(r"-?\d{1,18}")
@@ -29,14 +30,19 @@ class Arithmetic:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Draw a chain such as `3 + 5 - 2 =`."""
+        text, self._result = held_out.draw(seed, self._draw, lambda drawn: drawn[0])
+        return text, {}
+
+    def _draw(self, seed: int | None) -> tuple[str, int]:
+        """The text and its result."""
         rng = random.Random(seed)
-        self._result = rng.randint(0, self._options.max_value)
-        words = [str(self._result)]
+        result = rng.randint(0, self._options.max_value)
+        words = [str(result)]
         for _ in range(self._options.num_terms - 1):
             term, sign = rng.randint(0, self._options.max_value), rng.choice((1, -1))
-            self._result += sign * term
+            result += sign * term
             words += ["+" if sign > 0 else "-", str(term)]
-        return " ".join([*words, "="]), {}
+        return " ".join([*words, "="]), result
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Compare the answer; the episode is over."""

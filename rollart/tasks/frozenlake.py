@@ -1,4 +1,4 @@
-"""FrozenLake as text: many short turns on Gymnasium's own `FrozenLake-v1`, with one map per seed.
+"""FrozenLake as text: many short turns on Gymnasium's own `FrozenLake-v1`, with one map per seed, and others for evaluation than for training.
 
 Invariant: the dynamics are Gymnasium's; this file only draws the map, writes the grid and reads the action.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from rollart.tasks import held_out
 from rollart.tasks.actions import INVALID, ActionWords
 from rollart.tasks.definition import TaskDefinition
 
@@ -50,7 +51,9 @@ class FrozenLake:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
         options = self._options
-        self._map = generate_random_map(options.size, options.frozen_probability, seed)
+        self._map = held_out.draw(
+            seed, lambda each: generate_random_map(options.size, options.frozen_probability, each), " ".join
+        )
         self._env = gymnasium.make(
             "FrozenLake-v1", desc=self._map, is_slippery=options.slippery, disable_env_checker=True
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from rollart.tasks import held_out
 from rollart.tasks.definition import TaskDefinition
 
 
@@ -30,7 +31,7 @@ class Sorting:
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Draw the numbers."""
-        return f"Sort: {self._draw(random.Random(seed))}", {}
+        return f"Sort: {held_out.draw(seed, lambda each: self._draw(random.Random(each)))}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Whatever the answer, the episode is over."""
