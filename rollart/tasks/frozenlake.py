@@ -1,4 +1,4 @@
-"""FrozenLake as text: many short turns on Gymnasium's own `FrozenLake-v1`, with one map per seed, and others for evaluation than for training.
+"""FrozenLake as text: many short turns on Gymnasium's own `FrozenLake-v1`, one map per seed, others for evaluation.
 
 Invariant: the dynamics are Gymnasium's; this file only draws the map, writes the grid and reads the action.
 """
