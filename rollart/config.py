@@ -253,6 +253,11 @@ class Config(Section, frozen=True, kw_only=True):
         return SCHEDULES[self.schedule]
 
     @property
+    def affinity_mode(self) -> Literal["declared", "auto"]:
+        """Whether classes of tasks are declared or measured."""
+        return "auto" if self.affinity == "auto" else "declared"
+
+    @property
     def effective_alpha(self) -> float:
         """The bound in force."""
         implied = self.plan.alpha

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -341,14 +340,13 @@ def _proxy(
     config: Config, workers: Workers, background: Background, version: int, say: Callable[[str], None]
 ) -> LLMProxy:
     slots = config.rollout.engine_slots
-    mode: Literal["declared", "auto"] = "auto" if config.affinity == "auto" else "declared"
     workers.proxy = LLMProxy(
         workers.inference(),
         router=workers.router(slots),
         classes=workers.classes,
         background=background,
         version=version,
-        affinity=Affinity(workers.placement.affinity, mode, slots),
+        affinity=Affinity(workers.placement.affinity, config.affinity_mode, slots),
         say=say,
     )
     return workers.proxy

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -54,12 +54,11 @@ class RolloutShard:
         background, clock = Background(), StageClock()
         self._background = background
         slots = whole.rollout.engine_slots
-        mode: Literal["declared", "auto"] = "auto" if whole.affinity == "auto" else "declared"
         self._proxy = LLMProxy(
             [],
             router=Router(affinity, fallback, slots=slots),
             background=background,
-            affinity=Affinity(affinity, mode, slots),
+            affinity=Affinity(affinity, whole.affinity_mode, slots),
             say=self._say,
         )
         self._environment = RemoteEnvironment([])

@@ -202,7 +202,7 @@ class Workers:
             await self.resources.fail_node(old.node)
         elif deaths <= MAX_RESTARTS:
             return old
-        elif self.placement.share(old.pool) > 1:  # others work on the same devices: it is not they that are broken
+        elif old.share > 1:  # others work on the same devices: it is not they that are broken
             raise ResourceError(f"it died {deaths} times within {RESTART_WINDOW_S:g} s")
         else:
             await self.resources.fail(old)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
@@ -21,6 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollart.config import TaskConfig
+from rollart.data.living import LivingWorkers
 from rollart.errors import EnvError, EnvTimeout, WorkerDied, WorkerError
 from rollart.protocols import Env, WorkerHandle
 from rollart.tasks.hosted import HostedEnv
@@ -147,17 +148,15 @@ class EnvironmentWorker:
             log.warning("%s", error)
 
 
-class RemoteEnvironment:
+class RemoteEnvironment(LivingWorkers):
     """`protocols.EnvHandle` over environment workers: an id stays with the worker that reset it.
 
     While there is no worker, `reset` waits for one to join.
     """
 
     def __init__(self, workers: Sequence[WorkerHandle]) -> None:
-        self._workers = list(workers)
-        self._joined = asyncio.Event()
+        super().__init__(workers)
         self._worker_of: dict[str, WorkerHandle] = {}
-        self._load: Counter[str] = Counter()
 
     async def reset(self, env_id: str, task: str, seed: int) -> EnvReply:
         """As `EnvironmentWorker.reset`, on the least loaded worker unless the id has one."""
@@ -190,16 +189,6 @@ class RemoteEnvironment:
             if isinstance(answer, Exception) and not isinstance(answer, WorkerDied):
                 log.warning("giving up environments: %s", answer)
 
-    def lost(self, name: str) -> None:
-        """A worker is dead: its environments are gone. Harmless when that is known."""
-        self._workers = [other for other in self._workers if other.name != name]
-
-    def join(self, worker: WorkerHandle) -> None:
-        """A new worker takes its share from now on."""
-        self._workers.append(worker)
-        self._joined.set()
-        self._joined.clear()
-
     async def _call(self, env_id: str, worker: WorkerHandle, method: str, *args: Any) -> EnvReply:
         try:
             return cast(EnvReply, await worker.call(method, *args, returns=EnvReply))
@@ -211,9 +200,7 @@ class RemoteEnvironment:
             raise EnvError(f"{method} on worker {worker.name}: {error}") from error
 
     async def _assign(self, env_id: str) -> WorkerHandle:
-        while not self._workers:  # the caller's timeout ends the wait
-            await self._joined.wait()
-        worker = min(self._workers, key=lambda candidate: self._load[candidate.name])
+        worker = await self._least_loaded()
         self._worker_of[env_id] = worker
         self._load[worker.name] += 1
         return worker

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
 
 from rollart.config import TaskConfig
+from rollart.data.living import LivingWorkers
 from rollart.errors import RewardError, WorkerDied, WorkerError
-from rollart.protocols import RewardFunction, WorkerHandle
+from rollart.protocols import RewardFunction
 from rollart.tasks import replies
 from rollart.tasks.lane import Lane
 from rollart.tasks.registry import reward_function
@@ -62,20 +62,13 @@ class RewardWorker:
                 lane.end()
 
 
-class RemoteReward:
+class RemoteReward(LivingWorkers):
     """`protocols.RewardHandle` over reward workers: the least busy one; scoring is repeated when its worker dies."""
-
-    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
-        self._workers = list(workers)
-        self._joined = asyncio.Event()
-        self._load: Counter[str] = Counter()
 
     async def score(self, request: RewardRequest) -> float:
         """As `RewardWorker.score`; waits while there is no worker."""
         while True:
-            while not self._workers:  # the caller's timeout ends the wait
-                await self._joined.wait()
-            worker = min(self._workers, key=lambda candidate: self._load[candidate.name])
+            worker = await self._least_loaded()
             self._load[worker.name] += 1
             try:
                 return cast(float, await worker.call("score", request, returns=float))
@@ -85,13 +78,3 @@ class RemoteReward:
                 raise RewardError(f"score on worker {worker.name}: {error}") from error
             finally:
                 self._load[worker.name] -= 1
-
-    def lost(self, name: str) -> None:
-        """A worker is dead. Harmless when that is known."""
-        self._workers = [other for other in self._workers if other.name != name]
-
-    def join(self, worker: WorkerHandle) -> None:
-        """A new worker takes its share from now on."""
-        self._workers.append(worker)
-        self._joined.set()
-        self._joined.clear()

@@ -56,10 +56,6 @@ class Placement(Struct, frozen=True):
         """The workers of one role."""
         return [each for each in self.wanted if each.role == role]
 
-    def share(self, pool: str) -> int:
-        """Workers that one device of a pool carries at once."""
-        return next(spec.share for spec in self.pools if spec.name == pool)
-
 
 def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLES) -> Placement:
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
