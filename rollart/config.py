@@ -48,7 +48,12 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment; `rollart tasks` lists them."""
     reward: str = ""
-    """`module:function` that scores a finished trajectory; default: the task's own, else the sum of step rewards."""
+    """What scores a finished trajectory: `module:function`, or a URL such as local://module:function or
+    https://host/path; default: the task's own, else the sum of step rewards."""
+    reward_options: dict[str, Any] = field(default_factory=dict)
+    """Constructor arguments, where `reward` names a class."""
+    reward_scope: Literal["trajectory", "group"] = "trajectory"
+    """`group`: the function gets the list of a group's trajectories and gives a list of numbers."""
     tag: str = ""
     """Task domain for routing; default: NAME."""
     system_prompt: str | None = None
@@ -62,6 +67,7 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     reset_timeout_s: Positive = 30.0
     step_timeout_s: Positive = 30.0
     reward_timeout_s: Positive = 30.0
+    """Of one call; waiting for a place and further tries come on top (`serverless.NAME.deadline_s`)."""
     env_retries: Whole = 2
 
 
@@ -205,6 +211,43 @@ class ResourcesConfig(Section, frozen=True, kw_only=True):
     """How long after its last sign of life the devices of a run that was killed stay its own."""
 
 
+class ServerlessConfig(Section, frozen=True, kw_only=True):
+    """`[serverless.TASK]`: how the reward function of a task is called and paid; `[serverless.default]`: the others."""
+
+    max_concurrency: Whole = 0
+    """Calls at once, for local:// processes; 0: cores for local://, 256 for HTTP, and adapted to latency below that."""
+    idle_s: Positive = 30.0
+    """local://: after this time without a call a process ends."""
+    memory_bytes: Whole = 4 << 30
+    """local://: limit on the data of one process; 0: none."""
+    deadline_s: Positive = 600.0
+    """Longest that a trajectory waits for its reward, queue and tries included."""
+    max_attempts: Count = 5
+    """Deliveries of one call when the endpoint fails. What the function itself raises is never tried again."""
+    backoff_s: Positive = 0.2
+    max_backoff_s: Positive = 10.0
+    hedge: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """A second delivery once a call takes longer than this share of the others, such as 0.95; 0: never."""
+    batch: Count = 1
+    """Calls that travel together."""
+    batch_wait_s: NonNegative = 0.005
+    """Longest that a call waits for others to travel with."""
+    max_payload_bytes: Count = 6_000_000
+    """Default: what AWS Lambda takes."""
+    breaker_failures: Count = 5
+    """Failures in a row after which an endpoint is left alone for `breaker_s`; calls wait, or take the fallback."""
+    breaker_s: Positive = 5.0
+    fallback: str = ""
+    """URL that answers while the endpoint is away, such as local://module:function."""
+    media: Literal["json", "msgpack"] = "json"
+    """How events travel over HTTP; `rollart serve-reward` reads both."""
+    token_env: str = ""
+    """Environment variable that holds the endpoint's bearer token."""
+    price_per_call: NonNegative = 0.0
+    price_per_second: NonNegative = 0.0
+    """Of billed time; both add up to the cost in summary.json."""
+
+
 class LogConfig(Section, frozen=True, kw_only=True):
     """`[log]`: the run folder."""
 
@@ -239,6 +282,7 @@ class Config(Section, frozen=True, kw_only=True):
     tasks: dict[str, TaskConfig]
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
+    serverless: dict[str, ServerlessConfig] = field(default_factory=dict)
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -298,6 +342,11 @@ def limits(config: Config) -> Limits:
     )
 
 
+def serverless_of(config: Config, task: str) -> ServerlessConfig:
+    """How the reward function of a task is called."""
+    return config.serverless.get(task) or config.serverless.get("default") or ServerlessConfig()
+
+
 def unshardable(config: Config) -> str:
     """Why the trajectories of this config stay in one process, whatever their number; empty where they need not."""
     if config.plan.lockstep:
@@ -335,7 +384,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
     with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_log):
+    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_serverless, _check_log):
         rule(config)
     return config
 
@@ -347,7 +396,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The resolved config as TOML that `parse` reads back to an equal config."""
-    return toml.write(to_dict(config), nested=("tasks", "pools", "roles"))
+    return toml.write(to_dict(config), nested=("tasks", "pools", "roles", "serverless"))
 
 
 def _without_none(value: Any) -> Any:
@@ -418,6 +467,12 @@ def _check_pools(config: Config) -> None:
         for tag in config.affinity:
             if tag not in tags:
                 raise ConfigError(f"affinity.{toml.key(tag)}: no task has this name or tag{nearest(tag, tags)}")
+
+
+def _check_serverless(config: Config) -> None:
+    for name in config.serverless:
+        if name not in (names := [*config.tasks, "default"]):
+            raise ConfigError(f"serverless.{toml.key(name)}: no task has this name{nearest(name, names)}")
 
 
 def _check_log(config: Config) -> None:

@@ -10,6 +10,10 @@
     |   `-- EnvTimeout       ... which did not answer in time         (also TimeoutError)
     |-- RolloutError         no batch of trajectories can become ready (also RuntimeError)
     |-- RewardError          a reward function                        (also RuntimeError)
+    |-- FunctionError        a function behind a URL                  (also RuntimeError)
+    |   |-- FunctionTimeout  ... which did not answer in time         (also TimeoutError)
+    |   `-- EndpointError    ... which could not be reached: transient
+    |       `-- EndpointBusy ... because it takes no more calls now
     |-- TrainError           a training step                          (also RuntimeError)
     |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
     `-- RunFolderError       the run folder or a checkpoint           (also OSError)
@@ -62,6 +66,22 @@ class RolloutError(RollartError, RuntimeError):
 
 class RewardError(RollartError, RuntimeError):
     """A reward function raised, or returned something that is not a finite number."""
+
+
+class FunctionError(RollartError, RuntimeError):
+    """A function behind a URL raised, or what it returned cannot be used."""
+
+
+class FunctionTimeout(FunctionError, TimeoutError):
+    """A function behind a URL did not answer within its time limit."""
+
+
+class EndpointError(FunctionError):
+    """A function could not be reached, turned the call away, or its process died under it. Another try may succeed."""
+
+
+class EndpointBusy(EndpointError):
+    """A function's endpoint takes no more calls for now."""
 
 
 class TrainError(RollartError, RuntimeError):

@@ -27,6 +27,7 @@ from rollart.control.background import Background
 from rollart.control.env_manager import Services, sampling_of
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -382,6 +383,7 @@ def _services(
         background=background,
         clock=ledger.clock,
         reward=workers.reward,
+        group_scores=GroupScores(workers.reward, config.rollout.group_size) if workers.reward else None,
     )
 
 

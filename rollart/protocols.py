@@ -285,6 +285,10 @@ class RewardHandle(Protocol):
 
     async def score(self, request: RewardRequest) -> float: ...
 
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[float]:
+        """One number for each trajectory of one group."""
+        ...
+
 
 class ShardHandle(Protocol):
     """One process that runs trajectories; see `control/shard.py`. Every call raises WorkerDied when it is gone."""

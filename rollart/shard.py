@@ -20,6 +20,7 @@ from rollart.config import Config
 from rollart.control.background import Background
 from rollart.control.env_manager import Services, sampling_of
 from rollart.control.garbage import relax_collector
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import StageClock
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.runner import max_age
@@ -72,6 +73,7 @@ class RolloutShard:
             background=background,
             clock=clock,
             reward=self._reward if any(task.has_reward for task in tasks.values()) else None,
+            group_scores=GroupScores(self._reward, whole.rollout.group_size),
         )
         self._shard = Shard("", services, clock, tasks, max_age(whole))
 

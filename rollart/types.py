@@ -96,7 +96,8 @@ class TaskSpec(Struct, frozen=True):
     has_reward: bool = False  # scored by a RewardHandle; otherwise the sum of step rewards is the reward
     reset_timeout_s: float = 30.0
     step_timeout_s: float = 30.0
-    reward_timeout_s: float = 30.0
+    reward_deadline_s: float = 600.0
+    reward_scope: Literal["trajectory", "group"] = "trajectory"
     env_retries: int = 2
     success_reward: float = 1.0  # a trajectory with at least this reward counts as a success
 
@@ -274,6 +275,8 @@ class RewardRequest(Struct, frozen=True):
     responses: list[str]
     env_reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    """Of the trajectory, equal however often its score is asked for; "" where nobody asks twice."""
 
 
 class ShardNews(Struct):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config, to_dict
+from rollart.config import Config, serverless_of, to_dict
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
@@ -350,7 +350,11 @@ def _recipes(
             "weights": weights,
         },
         "environment": lambda _: hosted,
-        "reward": lambda _: hosted,
+        "reward": lambda _: {
+            "tasks": tasks,
+            "serverless": {name: msgspec.to_builtins(serverless_of(config, name)) for name in tasks},
+            "scheme": "thread" if config.runtime == "inline" else "local",
+        },
         "rollout": lambda _: {
             "config": to_dict(config),
             "model_folder": str(model),

@@ -9,6 +9,7 @@ passed in. What it leaves out: who starts it, and whether its trajectory is trai
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import random
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from rollart.config import Config
 from rollart.control.background import Background
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import StageClock
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.lockstep import Lockstep
@@ -60,6 +62,8 @@ class Services:
     background: Background
     clock: StageClock
     reward: RewardHandle | None = None
+    group_scores: GroupScores | None = None
+    """Of tasks whose reward sees a whole group."""
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -257,8 +261,12 @@ class EnvManager:
             env_reward,
             self.trajectory.info,
         )
-        async with _fence(self._task.reward_timeout_s, RewardError, f"reward of task {self._task.name!r}"):
-            reward = await self._services.reward.score(request)
+        request = replace(request, key=f"{self._id}-{_digest(request)}")
+        if self._task.reward_scope == "group" and self._services.group_scores is not None:
+            reward = await self._services.group_scores.score(self.trajectory.group_id, self._id, request)
+        else:
+            async with _fence(self._task.reward_deadline_s, RewardError, f"reward of task {self._task.name!r}"):
+                reward = await self._services.reward.score(request)
         if not _is_number(reward):
             raise RewardError(f"reward of task {self._task.name!r} is {reward!r}, not a finite number")
         return float(reward)
@@ -307,6 +315,11 @@ def _whole(result: GenResult) -> GenResult:
             f"and {len(result.versions)} versions"
         )
     return result
+
+
+def _digest(request: RewardRequest) -> str:
+    """Of what is scored: one id may stand for several trajectories, such as those of evaluations."""
+    return hashlib.blake2b("\0".join([*request.prompts, *request.responses]).encode(), digest_size=8).hexdigest()
 
 
 def _is_number(value: object) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from rollart.control.env_manager import EnvManager, Services
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import StageClock
 from rollart.control.task_source import TaskSource
 from rollart.types import FAILED, TaskSpec, Trajectory
@@ -50,7 +51,8 @@ class Evaluator:
         concurrency: int = 64,
     ) -> None:
         greedy = msgspec.structs.replace(services.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        self._services = replace(services, sampling=greedy, clock=StageClock())
+        alone = GroupScores(services.reward, 1) if services.reward is not None else None
+        self._services = replace(services, sampling=greedy, clock=StageClock(), group_scores=alone)
         self._tasks = tasks
         self._source = source
         self._episodes = episodes

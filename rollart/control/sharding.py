@@ -73,6 +73,7 @@ class ShardedRunner:
         self._changing = asyncio.Lock()
         self._members: dict[str, _Member] = {}
         self._home: dict[str, _Member] = {}
+        self._homes_of_groups: dict[str, list[_Member]] = {}
         self._homeless: dict[str, GroupSpec] = {}
         self._idle = asyncio.Event()
         self._failed = False
@@ -89,12 +90,16 @@ class ShardedRunner:
         self._listener = listener
 
     def start(self, trajectory_id: str, spec: GroupSpec) -> None:
-        """On the shard that runs fewest; without any, as soon as one joins."""
+        """On the shard that runs fewest, or with the rest of its group where its reward sees the whole group.
+
+        Without any shard: as soon as one joins.
+        """
         if not self._members:
             self._homeless[trajectory_id] = spec
             return
-        member = min(self._members.values(), key=lambda each: len(each.running))
+        member = self._home_of_group(spec) or min(self._members.values(), key=lambda each: len(each.running))
         self._home[trajectory_id] = member
+        self._homes_of_groups.setdefault(spec.group_id, []).append(member)
         member.running[trajectory_id] = spec
         member.starts[trajectory_id] = spec
         member.ordered.set()
@@ -235,7 +240,16 @@ class ShardedRunner:
         member.aborts.pop(trajectory_id, None)
         if not self._home:
             self._idle.set()
-        return member.running.pop(trajectory_id)
+        spec = member.running.pop(trajectory_id)
+        homes = self._homes_of_groups[spec.group_id]
+        homes.remove(member)
+        if not homes:
+            del self._homes_of_groups[spec.group_id]
+        return spec
+
+    def _home_of_group(self, spec: GroupSpec) -> _Member | None:
+        homes = self._homes_of_groups.get(spec.group_id, ())
+        return homes[0] if homes and self._tasks[spec.task].reward_scope == "group" else None
 
     async def _give_up(self, gone: Mapping[str, GroupSpec]) -> None:
         """End the environments and requests of trajectories that nobody runs any more, wherever they are."""

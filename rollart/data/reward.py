@@ -1,65 +1,94 @@
-"""Reward workers: score finished trajectories off the critical path.
+"""Reward workers: score finished trajectories off the critical path, each by its task's function behind a URL.
 
-Invariant: a reward function's fault (hang, exception, exit, NaN, None) is a `RewardError` of that one call. What this
-file leaves out: the functions (`tasks/rewards.py`, or the user's own), and where they run when not in a worker.
-"""
+Invariant: a reward function's fault (hang, exception, exit, NaN, None, wrong shape) is a `RewardError` of that one
+call, and one trajectory gets one score however often it is asked for. What this file leaves out: the functions
+(`rollart.rewards`, or the user's own), and where they run (`serverless/`)."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
-from rollart.config import TaskConfig
+from rollart.config import ServerlessConfig, TaskConfig
 from rollart.data.living import LivingWorkers
-from rollart.errors import RewardError, WorkerDied, WorkerError
-from rollart.protocols import RewardFunction
+from rollart.data.serverless.endpoint import EndpointOptions
+from rollart.data.serverless.function import CallPolicy, Function
+from rollart.data.serverless.meter import Usage
+from rollart.data.serverless.registry import open_function
+from rollart.errors import FunctionError, RewardError, WorkerDied, WorkerError
+from rollart.protocols import WorkerHandle
 from rollart.tasks import replies
-from rollart.tasks.lane import Lane
-from rollart.tasks.registry import reward_function
+from rollart.tasks.registry import reward_url
 from rollart.types import RewardRequest
-
-log = logging.getLogger(__name__)
 
 
 class RewardWorker:
-    """Lives in a worker process. `tasks`: TaskConfig by name, as plain data; `num_threads`: calls that run at once.
+    """Lives in a worker process. `tasks`: TaskConfig by name; `serverless`: ServerlessConfig by name; as plain data.
 
-    Raises ConfigError when a reward function cannot be imported.
+    `scheme`: of functions that are named without one. Raises ConfigError when a function cannot be found.
     """
 
-    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], num_threads: int) -> None:
-        self._configs = {name: msgspec.convert(task, TaskConfig) for name, task in tasks.items()}
-        self._functions = {name: reward_function(config, name) for name, config in self._configs.items()}
-        self._permits = asyncio.Semaphore(num_threads)
-        self._idle: list[Lane] = []
+    def __init__(
+        self,
+        tasks: Mapping[str, Mapping[str, Any]],
+        serverless: Mapping[str, Mapping[str, Any]] | None = None,
+        scheme: str = "local",
+    ) -> None:
+        configs = {name: msgspec.convert(task, TaskConfig) for name, task in tasks.items()}
+        tables = {name: msgspec.convert(table, ServerlessConfig) for name, table in (serverless or {}).items()}
+        self._functions: dict[str, Function] = {}
+        for name, config in configs.items():
+            if url := reward_url(config, name):
+                table = tables.get(name, ServerlessConfig())
+                self._functions[name] = _open(name, url if "://" in url else f"{scheme}://{url}", config, table)
 
     async def score(self, request: RewardRequest) -> float:
         """One finite number for one trajectory. Raises RewardError."""
-        function = self._functions.get(request.task)
-        if function is None:
-            raise RewardError(f"no reward function for task {request.task!r} here")
-        async with self._permits:
-            return await self._score(function, request, self._configs[request.task].reward_timeout_s)
-
-    async def _score(self, function: RewardFunction, request: RewardRequest, timeout_s: float) -> float:
         what = f"reward of task {request.task!r}"
-        lane = self._idle.pop() if self._idle else Lane("reward")
-        future = lane.submit(RewardError, what, lambda: replies.score(function(request), what))
+        return replies.score(await self._call(request.task, request, key=request.key), what)
+
+    async def score_group(self, requests: list[RewardRequest]) -> list[float]:
+        """One finite number for each trajectory of a group, by a function that sees them all. Raises RewardError."""
+        what = f"reward of a group of task {requests[0].task!r}"
+        key = "+".join(request.key for request in requests) if all(request.key for request in requests) else ""
+        values = await self._call(requests[0].task, requests, key=key)
+        if not isinstance(values, list) or len(values) != len(requests):
+            raise RewardError(f"{what} returned {replies.shown(values)}; expected a list of {len(requests)} numbers")
+        return [replies.score(value, what) for value in values]
+
+    async def usage(self) -> dict[str, Usage]:
+        """Per task, what its calls took and cost."""
+        return {name: function.usage() for name, function in self._functions.items()}
+
+    async def shutdown(self) -> None:
+        """End all that runs for the functions."""
+        for function in self._functions.values():
+            await function.close()
+
+    async def _call(self, task: str, argument: Any, key: str) -> Any:
+        if (function := self._functions.get(task)) is None:
+            raise RewardError(f"no reward function for task {task!r} here")
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            log.warning("%s did not answer within %g s; its thread is abandoned", what, timeout_s)
-            raise RewardError(f"{what} did not answer within {timeout_s:g} s") from None
-        finally:
-            if future.done():
-                self._idle.append(lane)
-            else:
-                lane.end()
+            return await function.call(msgspec.to_builtins(argument), key=key)
+        except FunctionError as error:
+            wrapped = RewardError(str(error))
+            for note in getattr(error, "__notes__", ()):
+                wrapped.add_note(note)
+            raise wrapped from error
+
+
+def _open(name: str, url: str, config: TaskConfig, table: ServerlessConfig) -> Function:
+    policy = CallPolicy(
+        timeout_s=config.reward_timeout_s,
+        **{key: getattr(table, key) for key in CallPolicy.__struct_fields__ if hasattr(table, key)},
+    )
+    options = EndpointOptions(
+        arguments=dict(config.reward_options),
+        **{key: getattr(table, key) for key in EndpointOptions.__struct_fields__ if hasattr(table, key)},
+    )
+    return open_function(f"reward of task {name!r}", url, policy, options, table.fallback)
 
 
 class RemoteReward(LivingWorkers):
@@ -67,14 +96,32 @@ class RemoteReward(LivingWorkers):
 
     async def score(self, request: RewardRequest) -> float:
         """As `RewardWorker.score`; waits while there is no worker."""
+        return cast(float, await self._repeated("score", request, float))
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[float]:
+        """As `RewardWorker.score_group`; waits while there is no worker."""
+        return cast("list[float]", await self._repeated("score_group", list(requests), list[float]))
+
+    async def usage(self) -> list[dict[str, Usage]]:
+        """The counters of each worker that answers."""
+        return [part for worker in self._workers if (part := await _usage(worker)) is not None]
+
+    async def _repeated(self, method: str, argument: Any, returns: Any) -> Any:
         while True:
             worker = await self._least_loaded()
             self._load[worker.name] += 1
             try:
-                return cast(float, await worker.call("score", request, returns=float))
+                return await worker.call(method, argument, returns=returns)
             except WorkerDied:
                 self.lost(worker.name)
             except WorkerError as error:
-                raise RewardError(f"score on worker {worker.name}: {error}") from error
+                raise RewardError(f"{method} on worker {worker.name}: {error}") from error
             finally:
                 self._load[worker.name] -= 1
+
+
+async def _usage(worker: WorkerHandle) -> dict[str, Usage] | None:
+    try:
+        return cast("dict[str, Usage]", await worker.call("usage", returns=dict[str, Usage]))
+    except WorkerError:
+        return None

@@ -62,11 +62,14 @@ def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:
     return EnvironmentWorker(tasks, num_threads)
 
 
-def reward(tasks: dict[str, Any], num_threads: int) -> RewardWorker:
-    """A reward worker for every task of the config that has a reward function."""
+def reward(tasks: dict[str, Any], serverless: dict[str, Any], scheme: str) -> RewardWorker:
+    """A reward worker for every task of the config that has a reward function.
+
+    `serverless`: ServerlessConfig by task; `scheme`: of functions that are named without one.
+    """
     from rollart.data.reward import RewardWorker
 
-    return RewardWorker(tasks, num_threads)
+    return RewardWorker(tasks, serverless, scheme)
 
 
 def _one_compute_thread() -> None:

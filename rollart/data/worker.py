@@ -26,7 +26,7 @@ import msgspec
 
 from rollart.data.channel import STREAM_LIMIT
 from rollart.data.listener import Listener
-from rollart.data.serverless import attach
+from rollart.data.serverless.registry import attach
 from rollart.data.targets import named
 from rollart.data.wire import Answer, Call, Failure, decode_arguments, encode, read_frame, write_frame
 

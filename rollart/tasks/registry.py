@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -17,15 +16,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from rollart.config import Config, TaskConfig, nearest
+from rollart.config import Config, TaskConfig, nearest, serverless_of
 from rollart.errors import ConfigError
-from rollart.protocols import Env, RewardFunction
+from rollart.protocols import Env
 from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
 from rollart.tasks.classes import definition_of_class
 from rollart.tasks.definition import TaskDefinition
 from rollart.tasks.imports import load_object
 from rollart.types import TaskSpec
 
+OF_MODULES = ("local", "thread", "ray")
+"""Schemes of rewards whose URL names an object of a Python module."""
 GROUP = "rollart.tasks"
 BUILT_IN: dict[str, TaskDefinition] = {
     task.name: task
@@ -66,7 +67,7 @@ def specs(config: Config) -> dict[str, TaskSpec]:
     Raises ConfigError for an unknown environment, an unknown or wrong option, a missing extra, a class that is not an
     environment, or a reward that cannot be imported.
     """
-    return {name: _spec(task, name, config.rollout.max_model_tokens) for name, task in config.tasks.items()}
+    return {name: _spec(config, task, name) for name, task in config.tasks.items()}
 
 
 def factory(task: TaskConfig, name: str = "") -> Callable[[], Env]:
@@ -83,15 +84,23 @@ def make_env(task: TaskConfig, name: str = "") -> Env:
     return factory(task, name)()
 
 
-def reward_function(task: TaskConfig, name: str = "") -> RewardFunction | None:
-    """What scores the task's trajectories, or None where the sum of step rewards does. Raises ConfigError."""
-    path = task.reward or _definition(task, name).reward
-    if not path:
-        return None
-    function = load_object(path, f"tasks.{name}.reward")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"tasks.{name}.reward: {path!r} is {function!r}, not a plain function")
-    return typing.cast(RewardFunction, function)
+def reward_url(task: TaskConfig, name: str = "") -> str:
+    """Where the function is that scores the task's trajectories; "" where the sum of step rewards does.
+
+    A `module:function` comes back as it is, after a look whether it exists here. Raises ConfigError.
+    """
+    url = task.reward or _definition(task, name).reward
+    scheme, separator, rest = url.partition("://")
+    target = url if not separator else rest if scheme in OF_MODULES else ""
+    if target and not target.partition(":")[0].endswith(".py"):
+        function = load_object(target, f"tasks.{name}.reward")
+        if not callable(function):
+            raise ConfigError(f"tasks.{name}.reward: {url!r} is {function!r}, which cannot be called")
+        if task.reward_options and not isinstance(function, type):
+            raise ConfigError(
+                f"tasks.{name}.reward_options: {url!r} is a plain function, which takes none; write a class"
+            )
+    return url
 
 
 def describe() -> list[TaskInfo]:
@@ -156,7 +165,8 @@ def _options(definition: TaskDefinition, task: TaskConfig, name: str) -> Struct:
         raise ConfigError(f"{key}: {reason[0].lower()}{reason[1:]}") from error
 
 
-def _spec(task: TaskConfig, name: str, max_model_tokens: int) -> TaskSpec:
+def _spec(config: Config, task: TaskConfig, name: str) -> TaskSpec:
+    max_model_tokens = config.rollout.max_model_tokens
     definition = _definition(task, name)
     make = factory(task, name)
     if definition.try_out:
@@ -176,10 +186,11 @@ def _spec(task: TaskConfig, name: str, max_model_tokens: int) -> TaskSpec:
         max_tokens=max_tokens,
         stop=tuple(task.stop),
         system_prompt=definition.system_prompt if task.system_prompt is None else task.system_prompt,
-        has_reward=reward_function(task, name) is not None,
+        has_reward=bool(reward_url(task, name)),
+        reward_scope=task.reward_scope,
         reset_timeout_s=task.reset_timeout_s,
         step_timeout_s=task.step_timeout_s,
-        reward_timeout_s=task.reward_timeout_s,
+        reward_deadline_s=serverless_of(config, name).deadline_s,
         env_retries=task.env_retries,
         success_reward=definition.success_reward,
     )

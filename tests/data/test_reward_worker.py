@@ -23,35 +23,48 @@ def _request(answer, task="mine"):
     return RewardRequest(task=task, seed=1, prompts=["a", "b", "c"], responses=[answer])
 
 
-def _worker(num_threads=2):
+def _worker(num_threads=2, scheme="thread"):
     mine = TaskConfig(env="sorting", reward="tests.data.user_tasks:reward", reward_timeout_s=0.3)
     tasks = {"mine": mine, "sorting": TaskConfig(), "frozenlake": TaskConfig()}
-    return RewardWorker({name: msgspec.to_builtins(task) for name, task in tasks.items()}, num_threads)
+    table = {"mine": {"max_concurrency": num_threads}}
+    return RewardWorker({name: msgspec.to_builtins(task) for name, task in tasks.items()}, table, scheme)
 
 
-def _score(request):
-    return asyncio.run(RemoteReward([FakeHandle("reward", _worker())]).score(request))
+def _score(request, scheme="thread"):
+    async def main():
+        worker = _worker(scheme=scheme)
+        try:
+            return await RemoteReward([FakeHandle("reward", worker)]).score(request)
+        finally:
+            await worker.shutdown()
+
+    return asyncio.run(main())
 
 
-def test_a_trajectory_gets_the_number_of_its_tasks_function():
-    assert _score(_request("fine")) == 1.5
+SCHEMES = pytest.mark.parametrize("scheme", ["thread", "local"])
+
+
+@SCHEMES
+def test_a_trajectory_gets_the_number_of_its_tasks_function(scheme):
+    assert _score(_request("fine"), scheme) == 1.5
     request = RewardRequest(task="sorting", seed=1, prompts=["Sort: 3 1"], responses=["1 3"])
-    assert _score(request) == 1.0
+    assert _score(request, scheme) == 1.0
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         ("none", "reward of task 'mine' returned None; expected a finite number"),
-        ("nan", "reward of task 'mine' returned float nan"),
+        ("nan", "reward of task 'mine': ValueError: the function returned nan, not a finite number"),
         ("text", "reward of task 'mine' returned str '1'"),
         ("raise", r"reward of task 'mine': KeyError: 'no such key' \(user_tasks.py:\d+\)"),
-        ("hang", r"reward of task 'mine' did not answer within 0.3 s"),
+        ("hang", r"reward of task 'mine': \S+ did not answer within 0.3 s"),
     ],
 )
-def test_a_faulty_reward_says_what_happened(answer, reason):
+@SCHEMES
+def test_a_faulty_reward_says_what_happened(answer, reason, scheme):
     with pytest.raises(RewardError, match=reason):
-        _score(_request(answer))
+        _score(_request(answer), scheme)
 
 
 def test_hung_rewards_do_not_stop_others():
@@ -74,7 +87,7 @@ def test_a_task_without_reward_function_is_refused():
 
 def test_a_reward_that_cannot_be_imported_is_found_at_the_start():
     with pytest.raises(ConfigError, match=r"tasks.x.reward: no module 'nowhere_at_all'"):
-        RewardWorker({"x": {"env": "sorting", "reward": "nowhere_at_all:f"}}, 1)
+        RewardWorker({"x": {"env": "sorting", "reward": "nowhere_at_all:f"}})
 
 
 def test_what_a_dead_worker_held_is_scored_by_another_or_by_its_successor():

@@ -11,7 +11,6 @@ from rollart.config import TaskConfig, parse
 from rollart.errors import ConfigError
 from rollart.tasks import registry
 from rollart.tasks.sorting import SortingOptions
-from rollart.types import RewardRequest
 
 
 def _specs(text):
@@ -88,13 +87,10 @@ def test_the_config_goes_over_the_definition():
 
 def test_a_task_brings_its_reward_unless_the_config_names_another():
     assert _specs("[tasks.sorting]")["sorting"].has_reward
-    request = RewardRequest(task="s", seed=0, prompts=["Sort: 2 1"], responses=["1 2"])
-    reward = registry.reward_function(TaskConfig(env="sorting"), "s")
-    assert reward is not None
-    assert reward(request) == 1.0
-    other = registry.reward_function(TaskConfig(env="sorting", reward="operator:attrgetter"), "s")
-    assert other is not reward
-    assert registry.reward_function(TaskConfig(env="frozenlake"), "s") is None
+    assert registry.reward_url(TaskConfig(env="sorting"), "s") == "rollart.tasks.rewards:sorting"
+    for url in ("operator:attrgetter", "local://operator:attrgetter", "https://host/path", "lambda://scorer"):
+        assert registry.reward_url(TaskConfig(env="sorting", reward=url), "s") == url
+    assert registry.reward_url(TaskConfig(env="frozenlake"), "s") == ""
 
 
 def test_options_reach_the_environment():
@@ -118,10 +114,10 @@ def test_options_reach_the_environment():
         ("[tasks.gymnasium.options]\nid='Taxi'", "tasks.gymnasium.options.id: 'Taxi' unknown; did you mean 'Taxi-v4'?"),
         ("[tasks.sorting]\nreward='nothing'", "tasks.sorting.reward: 'nothing' is not of the form module:name"),
         ("[tasks.sorting]\nreward='json:dunps'", "tasks.sorting.reward: .*json.* has no 'dunps'; did you mean 'dumps'"),
-        ("[tasks.sorting]\nreward='sys:path'", "tasks.sorting.reward: 'sys:path' is .*, not a plain function"),
+        ("[tasks.sorting]\nreward='sys:path'", "tasks.sorting.reward: 'sys:path' is .*, which cannot be called"),
         (
-            "[tasks.sorting]\nreward='asyncio:sleep'",
-            "tasks.sorting.reward: 'asyncio:sleep' is .*, not a plain function",
+            "[tasks.sorting]\nreward='operator:neg'\nreward_options={ a = 1 }",
+            "tasks.sorting.reward_options: 'operator:neg' is a plain function, which takes none; write a class",
         ),
         ("[tasks.x]\nenv='math:pi'", "tasks.x.env: 'math:pi' is 3.14.*; expected an environment class"),
         (

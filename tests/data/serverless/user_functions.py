@@ -1,0 +1,108 @@
+"""Functions as users write them, good and bad; each leaves a trace in the file that it is told."""
+
+import os
+import subprocess
+import sys
+import time
+
+from rollart.types import RewardRequest
+
+
+def echo(value, **more):
+    return {"value": value, **more} if more else value
+
+
+def pid(*_):
+    return os.getpid()
+
+
+def slow(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def mark(path, seconds=0.0):
+    """Leaves a line per call, so that a test can count executions."""
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(seconds)
+    return 1.0
+
+
+def raising(text="no such thing"):
+    raise KeyError(text)
+
+
+def exiting(*_):
+    sys.exit(3)
+
+
+def dying(path=""):
+    """Ends its process without a word, as a segmentation fault or the kernel's memory killer does."""
+    if path and os.path.exists(path):
+        return "second try"
+    if path:
+        open(path, "w").close()
+    return os.kill(os.getpid(), 9)
+
+
+def with_children(path):
+    """Starts a process that would outlive it, says which, and hangs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(path, "w") as file:
+        file.write(f"{child.pid} {os.getpid()}")
+    time.sleep(600)
+
+
+def holding_the_interpreter(*_):
+    import re
+
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def no_number(*_):
+    return float("nan")
+
+
+def no_data(*_):
+    return object()
+
+
+def hungry(megabytes):
+    return len(bytearray(megabytes << 20))
+
+
+def score(request: RewardRequest) -> float:
+    return float(len(request.responses[0]))
+
+
+def score_untyped(request):
+    return float(len(request.responses[0]))
+
+
+async def score_later(request: RewardRequest) -> float:
+    return float(len(request.responses[0]))
+
+
+def score_group(requests: list[RewardRequest]) -> list[float]:
+    longest = max(len(request.responses[0]) for request in requests)
+    return [len(request.responses[0]) / longest for request in requests]
+
+
+class Scaled:
+    """A function with constructor arguments."""
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def __call__(self, value):
+        return value * self.factor
+
+
+def shouting(*_):
+    print("hello from a function")  # noqa: T201
+    os.write(1, b"and from below\n")
+    return 1
+
+
+loaded_at = time.time()
