@@ -259,6 +259,8 @@ class LogConfig(Section, frozen=True, kw_only=True):
     trajectories: Count = 4
     """Trajectories per sample and task."""
     tensorboard: bool = True
+    prometheus: str = ""
+    """host:port of this machine where Prometheus finds the figures, such as 127.0.0.1:9464 (0: any port)."""
     checkpoint_every: Whole = 50
     """Steps between checkpoints; 0 keeps only the last."""
     checkpoints_kept: Count = 2

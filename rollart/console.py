@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollart.metrics import Status, TaskStatus
+from rollart.metrics import RewardStatus, Status, TaskStatus
 from rollart.transcript import printable
 
 TRAINER_CAUSES = {
@@ -277,12 +277,22 @@ def _facts(status: Status, block: str) -> Table:
         "training": f"{_of_window(status.train_s, status)} of the time",
         "of no use": _counts(status.aborted) if any(status.aborted.values()) else "none",
     }
+    if status.rewards:
+        rows["rewards"] = "  ".join(_reward(name, reward) for name, reward in status.rewards.items())
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows.items():
         table.add_row(label, Text(text))
     return table
+
+
+def _reward(name: str, reward: RewardStatus) -> str:
+    parts = [f"{reward.processes} processes, {reward.utilisation:.0%} busy", f"{reward.calls:,} calls"]
+    parts += [f"{reward.failures:,} failures"] if reward.failures else []
+    parts += [f"half within {1000 * reward.latency_s:g} ms"] if reward.latency_s is not None else []
+    parts += [f"cost {reward.cost:.4g}"] if reward.cost else []
+    return f"{printable(name)} {', '.join(parts)}"
 
 
 def _bars(values: Mapping[str, float], block: str, width: int = 16) -> str:

@@ -235,6 +235,18 @@ class TaskStatus(Struct, frozen=True, kw_only=True):
     """... and at the latest."""
 
 
+class RewardStatus(Struct, frozen=True, kw_only=True):
+    """The reward function of one task in the live view."""
+
+    processes: int = 0
+    utilisation: float = 0.0
+    calls: int = 0
+    failures: int = 0
+    latency_s: float | None = None
+    """Upper bound of the median."""
+    cost: float = 0.0
+
+
 class Status(Struct, frozen=True, kw_only=True):
     """A picture of a run at one moment, made by the pipeline; the view draws it and decides nothing.
 
@@ -284,4 +296,6 @@ class Status(Struct, frozen=True, kw_only=True):
     engine_waits: dict[str, float] = field(default_factory=dict)
     """Seconds that the engines had nothing to do, by cause: training (no slot is free until it ends), reset, step,
     score, suspended, weights, iteration."""
+    rewards: dict[str, RewardStatus] = field(default_factory=dict)
+    """Reward functions by task."""
     window_s: float = 0.0

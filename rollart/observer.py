@@ -23,14 +23,18 @@ from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.training_loop import StepSummary
+from rollart.data.reward import RemoteReward
+from rollart.data.serverless.meter import Usage as FunctionUsage
 from rollart.errors import RunFolderError
-from rollart.metrics import Metrics, Status, TaskStatus
+from rollart.metrics import Metrics, RewardStatus, Status, TaskStatus
 from rollart.run_folder import RunFolder
 from rollart.types import FAILED, EngineStats, Trajectory
 from rollart.usage import Usage
 
 REFRESH_S = 0.5
 WINDOW_S = 20.0
+REWARDS_S = 2.0
+"""How often the reward workers are asked what they did."""
 COLLAPSED = 0.9
 """Share of empty answers in a batch from which the policy has collapsed."""
 
@@ -81,6 +85,7 @@ class Observer:
         totals: Totals,
         step: int,
         began: float,
+        reward: RemoteReward | None = None,
     ) -> None:
         self._config, self._folder, self._view = config, folder, view
         self._checkpoints, self._save_trainer, self._resources = checkpoints, save_trainer, resources
@@ -88,6 +93,10 @@ class Observer:
         self._metrics, self._usage, self.totals = metrics, usage, totals
         self._earlier = (totals.wall_s, totals.train_loop_s, totals.cpu_s)
         self._began = began
+        self._reward = reward
+        self.rewards: dict[str, FunctionUsage] = {}
+        self.values: dict[str, float] = {}
+        self._told = 0.0
         self._step = self._first_step = step
         self._loop_began = time.monotonic()
         self._loss: float | None = None
@@ -111,6 +120,7 @@ class Observer:
             self._folder.note(f"step {summary.step} was skipped: loss or gradient is not finite")
         values = {**self._metrics.flush(), **self._step_values(summary)}
         self._folder.write_metrics(summary.step, values)
+        self.values.update(values)
         self._folder.write_batch(summary.step, batch.groups, batch.version)
         self._update_tasks(values)
         self._look_for_collapse(summary.step, trajectories)
@@ -121,6 +131,7 @@ class Observer:
 
     async def checkpoint(self, step: int) -> None:
         """Save; a checkpoint that cannot be written is a warning, the older ones stay."""
+        await self._ask_rewards(0.0)
         self._phase = "saving"
         self._clock()
         state = ControlState(
@@ -146,6 +157,7 @@ class Observer:
             if task.failed:
                 self._folder.note(_failures(name, task, result.trajectories))
         self._folder.write_metrics(step, values)
+        self.values.update(values)
         self._folder.write_trajectories(step, self._some(result.trajectories), label="eval")
         line = ", ".join(
             f"{name} success {task.success:.2f} reward {task.reward:.3f}" for name, task in result.tasks.items()
@@ -160,8 +172,14 @@ class Observer:
         while True:
             self._usage.sample()
             self._take_sample(await self._proxy.stats())
+            await self._ask_rewards()
             self._show()
             await asyncio.sleep(REFRESH_S)
+
+    async def _ask_rewards(self, every_s: float = REWARDS_S) -> None:
+        if self._reward is not None and time.monotonic() - self._told >= every_s:
+            self._told = time.monotonic()
+            self.rewards = await self._reward.usage()
 
     def _show(self) -> None:
         live = self._scheduler.live()
@@ -187,6 +205,7 @@ class Observer:
                 slots=derived.slots,
                 ages=dict(self._ledger.ages),
                 aborted=dict(self._ledger.aborted),
+                rewards={name: _reward_status(usage) for name, usage in self.rewards.items()},
                 **(_window(first, last) if first and last and last.at > first.at else {}),
             )
         )
@@ -264,6 +283,11 @@ class Observer:
             "age/max": float(max(ages, default=0)),
             "overlap": account["overlap"],
             **{f"wait/{cause}": seconds for cause, seconds in account["waits_s"].items()},
+            **{
+                f"function/{task}/{key}": float(getattr(usage, key))
+                for task, usage in self.rewards.items()
+                for key in ("processes", "utilisation", "queue_s", "busy_s", "allocated_s", "cost")
+            },
         }
 
     def _some(self, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -304,6 +328,7 @@ class Observer:
             "groups": _plain(self._scheduler.book.counts),
             "resources": msgspec.to_builtins(self._resources()),
             "affinity": _plain(self._proxy.affinity()),
+            "rewards": {name: usage.facts() for name, usage in self.rewards.items()},
             **account,
         }
 
@@ -321,6 +346,17 @@ def _first_and_last(totals: Totals, name: str) -> dict[str, float]:
         "tokens_last": last.tokens,
         "episodes": last.episodes,
     }
+
+
+def _reward_status(usage: FunctionUsage) -> RewardStatus:
+    return RewardStatus(
+        processes=usage.processes,
+        utilisation=usage.utilisation,
+        calls=usage.calls,
+        failures=sum(usage.failures.values()),
+        latency_s=usage.quantile(0.5),
+        cost=usage.cost,
+    )
 
 
 def _failures(name: str, task: TaskResult, trajectories: list[Trajectory]) -> str:

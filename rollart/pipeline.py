@@ -37,6 +37,7 @@ from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
 from rollart.data.weights_folder import SHARED_MEMORY, default_folder
 from rollart.errors import ConfigError, RunFolderError, boundary
+from rollart.exporter import serving
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
 from rollart.resource.affinity import Affinity
@@ -281,6 +282,7 @@ class _Run:
             totals,
             step,
             self._began,
+            workers.reward,
         )
         evaluator = Evaluator(services, specs, source, config.eval.episodes, config.rollout.engine_slots)
         canary = renderer.first("", CANARY_TEXT)[: config.rollout.max_model_tokens]
@@ -294,7 +296,8 @@ class _Run:
             )
             watching.append(asyncio.ensure_future(scaler.run()))
         try:
-            await self._loop.run()
+            with serving(config.log.prometheus, lambda: observer.values, lambda: observer.rewards, self._view.say):
+                await self._loop.run()
         finally:
             for task in watching:
                 task.cancel()

@@ -6,6 +6,7 @@ call, and one trajectory gets one score however often it is asked for. What this
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from rollart.config import ServerlessConfig, TaskConfig
 from rollart.data.living import LivingWorkers
 from rollart.data.serverless.endpoint import EndpointOptions
 from rollart.data.serverless.function import CallPolicy, Function
-from rollart.data.serverless.meter import Usage
+from rollart.data.serverless.meter import Usage, merged
 from rollart.data.serverless.registry import open_function
 from rollart.errors import FunctionError, RewardError, WorkerDied, WorkerError
 from rollart.protocols import WorkerHandle
@@ -94,6 +95,10 @@ def _open(name: str, url: str, config: TaskConfig, table: ServerlessConfig) -> F
 class RemoteReward(LivingWorkers):
     """`protocols.RewardHandle` over reward workers: the least busy one; scoring is repeated when its worker dies."""
 
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        super().__init__(workers)
+        self._told: dict[str, dict[str, Usage]] = {}
+
     async def score(self, request: RewardRequest) -> float:
         """As `RewardWorker.score`; waits while there is no worker."""
         return cast(float, await self._repeated("score", request, float))
@@ -102,9 +107,13 @@ class RemoteReward(LivingWorkers):
         """As `RewardWorker.score_group`; waits while there is no worker."""
         return cast("list[float]", await self._repeated("score_group", list(requests), list[float]))
 
-    async def usage(self) -> list[dict[str, Usage]]:
-        """The counters of each worker that answers."""
-        return [part for worker in self._workers if (part := await _usage(worker)) is not None]
+    async def usage(self) -> dict[str, Usage]:
+        """Per task, what all calls took and cost; of a worker that is gone, what it had told last."""
+        for worker in list(self._workers):
+            with contextlib.suppress(WorkerError):
+                self._told[worker.name] = await worker.call("usage", returns=dict[str, Usage])
+        names = {name for parts in self._told.values() for name in parts}
+        return {name: merged(parts[name] for parts in self._told.values() if name in parts) for name in sorted(names)}
 
     async def _repeated(self, method: str, argument: Any, returns: Any) -> Any:
         while True:
@@ -118,10 +127,3 @@ class RemoteReward(LivingWorkers):
                 raise RewardError(f"{method} on worker {worker.name}: {error}") from error
             finally:
                 self._load[worker.name] -= 1
-
-
-async def _usage(worker: WorkerHandle) -> dict[str, Usage] | None:
-    try:
-        return cast("dict[str, Usage]", await worker.call("usage", returns=dict[str, Usage]))
-    except WorkerError:
-        return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 
 BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -43,6 +45,19 @@ class Usage(Struct):
     def utilisation(self) -> float:
         """Share of the allocated seconds that did work."""
         return self.busy_s / self.allocated_s if self.allocated_s else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as plain values, with the figures that follow; what summary.json holds."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain["latency"] = {
+            **{f"<= {bound:g} s": count for bound, count in zip(BOUNDS_S, self.latency, strict=False) if count},
+            **({f"> {BOUNDS_S[-1]:g} s": self.latency[-1]} if self.latency[-1] else {}),
+        }
+        return plain | {
+            "utilisation": self.utilisation,
+            "latency_p50_s": self.quantile(0.5),
+            "latency_p95_s": self.quantile(0.95),
+        }
 
     def failed(self, cause: str) -> None:
         """Count a failure."""
