@@ -59,10 +59,13 @@ class Parts:
         return pipeline.evaluate(run, episodes=episodes, checkpoint=checkpoint)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config. Raises ConfigError."""
+        """The tasks of a config, with rewards that can be called. Raises ConfigError."""
+        from rollart.data.serverless.registry import check_urls
         from rollart.tasks import registry
 
-        return registry.specs(config)
+        found = registry.specs(config)
+        check_urls(config)
+        return found
 
     def describe(self) -> list[TaskInfo]:
         """All tasks that can be named in a config."""

@@ -22,12 +22,14 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from rollart.checks import not_a_choice
+from rollart.config import Config, serverless_of
 from rollart.data.serverless.endpoint import Endpoint, EndpointOptions
 from rollart.data.serverless.function import CallPolicy, Function
 from rollart.data.targets import named
 from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
 from rollart.tasks.imports import load_object
+from rollart.tasks.registry import reward_url
 
 T = TypeVar("T")
 
@@ -57,6 +59,15 @@ def check_url(url: str, key: str) -> str:
     if scheme in OF_MODULES:
         named(rest, key)
     return url
+
+
+def check_urls(config: Config) -> None:
+    """Every URL of rewards and fallbacks in a config. Raises ConfigError."""
+    for name, task in config.tasks.items():
+        if url := reward_url(task, name):
+            check_url(url, f"tasks.{name}.reward")
+        if fallback := serverless_of(config, name).fallback:
+            check_url(fallback, f"serverless.{name}.fallback")
 
 
 def open_endpoint(url: str, options: EndpointOptions | None = None) -> Endpoint:
