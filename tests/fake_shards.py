@@ -10,11 +10,12 @@ import msgspec
 
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import StageClock
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.shard import Shard
 from rollart.errors import WorkerDied
-from rollart.protocols import EnvHandle, InferenceHandle, Renderer
+from rollart.protocols import EnvHandle, InferenceHandle, Renderer, RewardHandle
 from rollart.types import EnvReply, GroupSpec, Sampling, ShardNews, StopReason, TaskSpec
 
 T = TypeVar("T")
@@ -52,11 +53,14 @@ class FakeShard:
         renderer: Renderer,
         tasks: dict[str, TaskSpec],
         oldest: int | None,
+        reward: RewardHandle | None = None,
+        group_size: int = 0,
     ) -> None:
         self.name = name
         self.env, self.background, clock = MortalEnv(env), Background(), StageClock()
         self.proxy = LLMProxy(engines, background=self.background)
-        services = Services(self.env, self.proxy, renderer, Sampling(), self.background, clock)
+        scores = GroupScores(reward, group_size) if reward is not None else None
+        services = Services(self.env, self.proxy, renderer, Sampling(), self.background, clock, reward, scores)
         self._shard = Shard(name, services, clock, tasks, oldest)
         self._death = asyncio.Event()
 

@@ -13,6 +13,7 @@ from rollart.config import Config, from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
 from rollart.control.evaluator import EvalResult, Evaluator
+from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -226,6 +227,7 @@ class FakeReward:
 
     answer: Any = None
     requests: list[RewardRequest] = field(default_factory=list)
+    groups: list[list[RewardRequest]] = field(default_factory=list)
 
     async def score(self, request: RewardRequest) -> float:
         self.requests.append(request)
@@ -233,6 +235,13 @@ class FakeReward:
         if isinstance(self.answer, Exception):
             raise self.answer
         return float(len(request.responses)) if self.answer is None else self.answer
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[float]:
+        self.groups.append(list(requests))
+        await asyncio.sleep(0.05)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [float(place) for place, _ in enumerate(requests)]
 
 
 class FakeTrainer:
@@ -379,8 +388,16 @@ class FakeRun:
         self.supervisor = Supervisor([self.worker])
         self.background = Background()
         self.proxy = LLMProxy(self.engines, background=self.background)
+        self.reward = reward
         services = Services(
-            self.env, self.proxy, FakeRenderer(), Sampling(), self.background, self.ledger.clock, reward
+            self.env,
+            self.proxy,
+            FakeRenderer(),
+            Sampling(),
+            self.background,
+            self.ledger.clock,
+            reward,
+            GroupScores(reward, self.config.rollout.group_size) if reward is not None else None,
         )
         self.runner = ShardedRunner(services, self.ledger.clock, self.tasks) if num_shards else None
         self.proxy.followers = self.runner
@@ -423,7 +440,8 @@ class FakeRun:
 
     def new_shard(self, name: str) -> FakeShard:
         """One that knows the same engines and environments."""
-        return FakeShard(name, self.env, self.engines, FakeRenderer(), self.tasks, max_age(self.config))
+        oldest, size = max_age(self.config), self.config.rollout.group_size
+        return FakeShard(name, self.env, self.engines, FakeRenderer(), self.tasks, oldest, self.reward, size)
 
     async def join(self, shard: FakeShard) -> None:
         """It takes its share from now on."""
