@@ -31,9 +31,10 @@ import transformers
 import trl
 from torch import Tensor
 
-from rollart.config import Config, TaskConfig, load
+from rollart.config import Config, load
 from rollart.control.task_source import TaskSource
 from rollart.protocols import Env
+from rollart.sections import TaskConfig
 from rollart.tasks import registry
 from rollart.tasks.chat import ChatRenderer
 from rollart.types import RewardRequest, TaskSpec

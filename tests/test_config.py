@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollart import toml
-from rollart.config import Config, LogConfig, TaskConfig, TrainConfig, from_dict, limits, load, parse, to_toml
+from rollart.config import Config, from_dict, limits, load, parse, to_toml
 from rollart.errors import ConfigError
+from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
 BASE = "[tasks.frozenlake]\n"
 

@@ -20,10 +20,10 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from rollart.config import TaskConfig
 from rollart.data.living import LivingWorkers
 from rollart.errors import EnvError, EnvTimeout, WorkerDied, WorkerError
 from rollart.protocols import Env, WorkerHandle
+from rollart.sections import TaskConfig
 from rollart.tasks.hosted import HostedEnv
 from rollart.tasks.registry import factory
 from rollart.types import EnvironmentCost, EnvReply

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import msgspec
 
-from rollart.config import ServerlessConfig, TaskConfig
 from rollart.data.living import LivingWorkers
 from rollart.data.serverless.endpoint import EndpointOptions
 from rollart.data.serverless.function import CallPolicy, Function
@@ -20,6 +19,7 @@ from rollart.data.serverless.meter import Usage, merged
 from rollart.data.serverless.registry import open_function
 from rollart.errors import FunctionError, RewardError, WorkerDied, WorkerError
 from rollart.protocols import WorkerHandle
+from rollart.sections import ServerlessConfig, TaskConfig
 from rollart.tasks import replies
 from rollart.tasks.registry import reward_url
 from rollart.types import RewardRequest

@@ -40,7 +40,7 @@ def training(
     _one_compute_thread()
     import msgspec
 
-    from rollart.config import TrainConfig
+    from rollart.sections import TrainConfig
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
     from rollart.data.weights import FileWeightStore

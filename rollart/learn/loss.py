@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollart.config import TrainConfig
+from rollart.sections import TrainConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within +-20, so that exp never overflows; clips and caps act long before."""

@@ -17,10 +17,11 @@ from msgspec import Struct
 
 from rollart import toml
 from rollart.checks import nearest
-from rollart.config import ROLES, Config, PoolConfig, limits
+from rollart.config import ROLES, Config, limits
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.classes import CLASSES, CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
+from rollart.sections import PoolConfig
 from rollart.types import NodeInfo, PoolSpec
 
 CPU_SHARE = 64

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from rollart.config import Config, TaskConfig, nearest, serverless_of
+from rollart.config import Config, nearest, serverless_of
 from rollart.errors import ConfigError
 from rollart.protocols import Env
+from rollart.sections import TaskConfig
 from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
 from rollart.tasks.classes import definition_of_class
 from rollart.tasks.definition import TaskDefinition

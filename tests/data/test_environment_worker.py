@@ -3,9 +3,9 @@ import asyncio
 import msgspec
 import pytest
 
-from rollart.config import TaskConfig
 from rollart.data.environment import EnvironmentWorker, RemoteEnvironment
 from rollart.errors import ConfigError, EnvError, EnvTimeout, WorkerError
+from rollart.sections import TaskConfig
 from rollart.types import EnvReply
 
 from . import user_tasks

@@ -3,9 +3,9 @@ import asyncio
 import msgspec
 import pytest
 
-from rollart.config import TaskConfig
 from rollart.data.reward import RemoteReward, RewardWorker
 from rollart.errors import ConfigError, RewardError
+from rollart.sections import TaskConfig
 from rollart.types import RewardRequest
 
 from . import user_tasks

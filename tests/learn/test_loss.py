@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from rollart.config import TrainConfig
 from rollart.learn.loss import LOSSES, PolicyTokens, k3, summed_loss
+from rollart.sections import TrainConfig
 
 OPTIONS = TrainConfig(clip_low=0.1, clip_high=0.2, tis_cap=1.1)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import rollart
-from rollart.config import TaskConfig, parse
+from rollart.config import parse
 from rollart.errors import ConfigError
+from rollart.sections import TaskConfig
 from rollart.tasks import registry
 from rollart.tasks.sorting import SortingOptions
 

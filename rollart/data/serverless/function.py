@@ -36,7 +36,7 @@ FIRST_LIMIT = 8
 
 
 class CallPolicy(Struct, frozen=True, kw_only=True):
-    """How calls are made; the keys of `[serverless.NAME]` (`config.ServerlessConfig`)."""
+    """How calls are made; the keys of `[serverless.NAME]` (`sections.ServerlessConfig`)."""
 
     timeout_s: float = 30.0
     deadline_s: float = 600.0

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollart.config import TrainConfig
 from rollart.data.trainers import checkpoint
 from rollart.data.trainers.scoring import Scorer, load_model
 from rollart.data.trainers.supervised import warm_up
@@ -38,6 +37,7 @@ from rollart.learn.batching import (
     split_groups,
 )
 from rollart.learn.loss import PolicyTokens, summed_loss
+from rollart.sections import TrainConfig
 from rollart.types import ParameterInfo, TrainBatch, TrainReport
 
 log = logging.getLogger(__name__)

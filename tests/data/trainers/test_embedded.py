@@ -11,12 +11,12 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rollart.config import TrainConfig
 from rollart.data import roles
 from rollart.data.trainers import trainer_factory
 from rollart.data.trainers.embedded import EmbeddedTrainer
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, RewardError, RunFolderError, TrainError
+from rollart.sections import TrainConfig
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
 
 OPTIONS = TrainConfig(learning_rate=1e-2, lr_warmup_steps=0, micro_batch_tokens=64)
