@@ -203,6 +203,7 @@ class Workers:
         elif deaths <= MAX_RESTARTS:
             return old
         elif old.share > 1:  # others work on the same devices: it is not they that are broken
+            await self.resources.release(old)
             raise ResourceError(f"it died {deaths} times within {RESTART_WINDOW_S:g} s")
         else:
             await self.resources.fail(old)
