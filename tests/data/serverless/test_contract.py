@@ -11,6 +11,7 @@ from rollart.data.serverless.function import CallPolicy, Function
 from rollart.data.serverless.registry import open_endpoint
 from rollart.errors import FunctionError, FunctionTimeout
 from rollart.types import RewardRequest
+from tests.data.serverless.invoke_engine import AWS, engine, environ
 
 MODULE = "tests.data.serverless.user_functions"
 
@@ -24,9 +25,22 @@ async def module_scheme(scheme, name, options):
         await endpoint.close()
 
 
+@contextlib.asynccontextmanager
+async def on_lambda(name, options):
+    pytest.importorskip("boto3", reason="the extra `lambda` is not installed", exc_type=ImportError)
+    with environ(**AWS):
+        async with engine(options) as (_, address):
+            endpoint = open_endpoint(f"lambda://{name}?region=eu-west-1&endpoint=http://{address}", options)
+            try:
+                yield endpoint
+            finally:
+                await endpoint.close()
+
+
 PLACES = {
     "local": lambda name, options: module_scheme("local", name, options),
     "thread": lambda name, options: module_scheme("thread", name, options),
+    "lambda": on_lambda,
 }
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
