@@ -10,7 +10,8 @@ import base64
 import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -47,7 +48,7 @@ class Request(NamedTuple):
 class Reply(NamedTuple):
     body: bytes = b""
     status: int = 200
-    headers: dict[str, str] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 @contextlib.contextmanager

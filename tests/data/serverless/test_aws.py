@@ -12,7 +12,7 @@ from rollart.data.serverless.registry import open_endpoint
 from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout
 from tests.data.serverless.invoke_engine import AWS, Reply, engine, environ, refusal, report, serving
 
-pytest.importorskip("boto3", reason="the extra `lambda` is not installed", exc_type=ImportError)
+pytest.importorskip("boto3", reason="the extra `lambda` is not installed")
 
 EVENT = b'{"args":["x"]}'
 
