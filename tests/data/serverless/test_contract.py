@@ -55,9 +55,12 @@ PLACES = {
     "thread": lambda name, options: module_scheme("thread", name, options),
     "lambda": on_lambda,
     "fc": on_function_compute,
+    "ray": lambda name, options: module_scheme("ray", name, options),
 }
+HERE = [place for place in PLACES if place != "ray"]
+"""Ray needs its cluster: `tests/ray/test_ray_tasks.py`."""
 
-pytestmark = pytest.mark.parametrize("place", PLACES)
+pytestmark = pytest.mark.parametrize("place", HERE)
 
 
 def using(place, name, work, *, policy=None, **options):
