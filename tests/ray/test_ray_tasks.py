@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from rollart.data.serverless.endpoint import EndpointOptions
 from rollart.data.serverless.function import CallPolicy
 from rollart.data.serverless.registry import open_endpoint
-from rollart.errors import EndpointError, FunctionError
+from rollart.errors import ConfigError, EndpointError, FunctionError
+from tests.data.serverless.invoke_engine import environ
 from tests.data.serverless.test_contract import (  # noqa: F401
     MODULE,
     test_a_call_with_the_wrong_arguments_says_so,
@@ -99,3 +102,24 @@ def test_a_function_that_is_not_there_is_named(place):
 
     with pytest.raises(FunctionError, match=r"user_functions:no_such cannot be loaded: ConfigError"):
         asyncio.run(main())
+
+
+def test_two_functions_of_a_process_connect_at_once_and_leave_the_cluster_as_it_was(place):
+    script = f"""
+import asyncio
+from rollart.data.serverless.registry import open_function
+async def main():
+    functions = [open_function(name, "ray://{MODULE}:echo") for name in "ab"]
+    print(await asyncio.gather(*(function.call(1) for function in functions)))
+    await asyncio.gather(*(function.close() for function in functions))
+asyncio.run(main())
+import ray
+print(ray.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[1, 1]", "False"], done.stderr
+
+
+def test_an_address_that_cannot_serve_is_refused_before_any_call(place):
+    with environ(RAY_ADDRESS="ray://head:10001"), pytest.raises(ConfigError, match="is a Ray Client"):
+        open_endpoint(f"ray://{MODULE}:echo")

@@ -10,6 +10,7 @@ function has started besides, which are Ray's affair.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from rollart.data.ray_actor import enter
-from rollart.data.ray_runtime import BULK_BYTES, Connection
+from rollart.data.ray_runtime import BULK_BYTES, Connection, address_of
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import Handler, make_handler
 from rollart.data.targets import named
@@ -33,7 +34,7 @@ decode = msgspec.msgpack.decode
 
 
 class RayEndpoint:
-    """`Endpoint` over Ray tasks. Raises ConfigError without ray.
+    """`Endpoint` over Ray tasks. Raises ConfigError without ray, or for an address that cannot serve.
 
     `memory_bytes` is what Ray's accounting sets aside for each task.
     """
@@ -44,13 +45,12 @@ class RayEndpoint:
     def __init__(self, url: str, options: EndpointOptions) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError('ray:// needs the extra: pip install "rollart[ray]"')
+        address_of(os.environ)
         self.concurrency = options.max_concurrency or CONCURRENCY
         self._target = url.removeprefix("ray://")
         self._arguments = encode(options.arguments)
         self._memory = {"memory": options.memory_bytes} if options.memory_bytes else {}
-        self._opening: asyncio.Task[None] | None = None
-        self._ray: Any = None
-        self._task: Any = None
+        self._opening: asyncio.Task[tuple[Any, Any]] | None = None
 
     def capacity(self) -> Capacity:
         """Nothing of its own: the cluster's cores are its own before and after a call."""
@@ -58,57 +58,56 @@ class RayEndpoint:
 
     async def invoke(self, body: bytes, key: str, timeout_s: float) -> Answer:  # noqa: ARG002 - delivered once anyway
         """Run one task; the time limit begins when a process takes it."""
-        await self._opened()
+        ray, task = await self._opened()
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        payload = await asyncio.to_thread(self._ray.put, body) if len(body) > BULK_BYTES else body
-        answers, finished = self._task.remote(self._target, self._arguments, os.getcwd(), payload), False
+        payload = await asyncio.to_thread(ray.put, body) if len(body) > BULK_BYTES else body
+        answers = task.remote(self._target, self._arguments, os.getcwd(), payload)
+        finished = False
         try:
-            cold = await self._next(answers)
+            cold = await self._next(ray, answers)
             began = loop.time()
             async with asyncio.timeout(timeout_s):
-                fault, reply = await self._next(answers)
+                fault, reply = await self._next(ray, answers)
             finished = True
         except TimeoutError:
             raise FunctionTimeout(f"{self._target} did not answer within {timeout_s:g} s; its task was ended") from None
         finally:
             if not finished:
-                self._ray.cancel(answers, force=True)
+                ray.cancel(answers, force=True)
         if fault:
             raise FunctionError(f"{self._target} cannot be loaded: {fault}")
         return Answer(reply, cold, began - asked, loop.time() - began)
 
     async def close(self) -> None:
         """Let go of the cluster. One that this process started ends with its last user."""
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
-        if self._ray is not None:
-            ray, self._ray = self._ray, None
-            await asyncio.to_thread(Connection.leave, ray)
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            with contextlib.suppress(ResourceError):
+                await asyncio.to_thread(Connection.leave, (await opening)[0])
 
     # ------------------------------------------------------------------------------------------------------ inside
-    async def _opened(self) -> None:
-        """Connect with the first call. Raises EndpointError when the cluster cannot be reached."""
-        if self._opening is None or (self._opening.done() and self._ray is None):
+    async def _opened(self) -> tuple[Any, Any]:
+        """The module `ray` and the task, from the first call on. Raises EndpointError when there is no such cluster."""
+        if self._opening is None or (self._opening.done() and self._opening.exception()):
             self._opening = asyncio.create_task(asyncio.to_thread(self._open), name="connect to Ray")
         try:
-            await asyncio.shield(self._opening)
+            return await asyncio.shield(self._opening)
         except ResourceError as error:
             raise EndpointError(f"{self._target}: {error}") from error
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[Any, Any]:
         ray = Connection.enter()
-        options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming", **self._memory}
-        self._task = ray.remote(**options)(run).options(name=self._target)
-        self._ray = ray
+        task = ray.remote(num_cpus=1, max_retries=0, num_returns="streaming", **self._memory)(run)
+        return ray, task.options(name=self._target)
 
-    async def _next(self, answers: Any) -> Any:
+    async def _next(self, ray: Any, answers: Any) -> Any:
         """The task's next answer. Raises EndpointError when it died."""
         try:
             return await (await anext(answers))
-        except self._ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:
             raise FunctionError(f"{self._target} cannot be run there: {_short(error)}") from error
-        except (self._ray.exceptions.RayError, StopAsyncIteration) as error:
+        except (ray.exceptions.RayError, StopAsyncIteration) as error:
             raise EndpointError(f"its task ended under the call: {_short(error)}") from error
 
 
