@@ -33,7 +33,7 @@ class Actor:
         self._target, self._kwargs = target, kwargs
         self._host: Host | None = None
         os.environ.update(environ)
-        _enter(folder)
+        enter(folder)
         _write_to(log)
 
     async def build(self) -> bytes:
@@ -64,7 +64,7 @@ class Actor:
         await asyncio.Event().wait()
 
 
-def _enter(folder: str) -> None:
+def enter(folder: str) -> None:
     """Work where the driver works, as far as this machine has that place."""
     with contextlib.suppress(OSError):
         os.chdir(folder)

@@ -20,6 +20,7 @@ import importlib
 import logging
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -61,26 +62,29 @@ class Connection:
 
     users: ClassVar[int] = 0
     opened: ClassVar[bool] = False
+    turn: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def enter(cls) -> Any:
         """The module `ray`, connected. Raises ConfigError without ray, ResourceError without a cluster."""
         ray = _imported()
-        if not ray.is_initialized():
-            with _signals_kept():
-                _connect(ray)
-            cls.opened = True
-        cls.users += 1
+        with cls.turn:
+            if not ray.is_initialized():
+                with _signals_kept():
+                    _connect(ray)
+                cls.opened = True
+            cls.users += 1
         return ray
 
     @classmethod
     def leave(cls, ray: Any) -> None:
         """One user less. A cluster that was started here ends with the last, any other goes on."""
-        cls.users -= 1
-        if not cls.users and cls.opened:
-            cls.opened = False
-            with _signals_kept():
-                ray.shutdown()
+        with cls.turn:
+            cls.users -= 1
+            if not cls.users and cls.opened:
+                cls.opened = False
+                with _signals_kept():
+                    ray.shutdown()
 
 
 def _imported() -> Any:

@@ -3,7 +3,8 @@
     local://module:function     processes of this machine, from none to a limit and back
     thread://module:function    a thread of the calling process: no isolation, nothing to start; for debugging
     http://host/path            any HTTP function (https:// too)
-    lambda://name               AWS Lambda                      fc://name    Alibaba Function Compute
+    lambda://name               AWS Lambda
+    fc://account/name           Alibaba Function Compute
     ray://module:function       Ray tasks
 
 A further scheme is a class with the constructor `(url: str, options: EndpointOptions)` that follows
@@ -41,7 +42,7 @@ SCHEMES = {
     "https": "rollart.data.serverless.http:HttpEndpoint",
     "lambda": "rollart.data.serverless.aws:LambdaEndpoint",
     "fc": "rollart.data.serverless.fc:FunctionComputeEndpoint",
-    "ray": "rollart.data.ray_runtime:RayEndpoint",
+    "ray": "rollart.data.serverless.ray_tasks:RayEndpoint",
 }
 OF_MODULES = ("local", "thread", "ray")
 """Schemes whose URL names an object of a Python module."""

@@ -5,16 +5,14 @@ For debugging, and for a run in one process (`runtime = "inline"`). A call that 
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import msgspec
 
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import make_handler
+from rollart.data.serverless.lanes import Lanes
 from rollart.data.targets import named
-from rollart.errors import FunctionError, FunctionTimeout
-from rollart.tasks.lane import Lane
 
 
 class ThreadEndpoint:
@@ -25,9 +23,8 @@ class ThreadEndpoint:
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
         self.concurrency = options.max_concurrency or len(os.sched_getaffinity(0))
-        self._url = url
         self._handler = make_handler(named(url.partition("://")[2], "serverless_url"), options.arguments)
-        self._idle: list[Lane] = []
+        self._lanes = Lanes(url)
 
     def capacity(self) -> Capacity:
         """Nothing of its own."""
@@ -35,25 +32,11 @@ class ThreadEndpoint:
 
     async def invoke(self, body: bytes, key: str, timeout_s: float) -> Answer:  # noqa: ARG002 - delivered once anyway
         """Run one call on a free thread."""
-        lane = self._idle.pop() if self._idle else Lane("function")
-        future = lane.submit(FunctionError, self._url, self._run, body)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return Answer(await asyncio.wrap_future(future))
-        except TimeoutError:
-            raise FunctionTimeout(
-                f"{self._url} did not answer within {timeout_s:g} s; its thread is abandoned"
-            ) from None
-        finally:
-            if future.done():
-                self._idle.append(lane)
-            else:
-                lane.end()
+        return Answer(await self._lanes.run(timeout_s, self._run, body))
 
     def _run(self, body: bytes) -> bytes:
         return msgspec.msgpack.encode(self._handler(msgspec.msgpack.decode(body), None))
 
     async def close(self) -> None:
         """End the idle threads."""
-        for lane in self._idle:
-            lane.end()
+        self._lanes.end()

@@ -11,6 +11,8 @@ from rollart.data.serverless.function import CallPolicy, Function
 from rollart.data.serverless.registry import open_endpoint
 from rollart.errors import FunctionError, FunctionTimeout
 from rollart.types import RewardRequest
+from tests.data.serverless.compute_engine import ALIBABA, compute
+from tests.data.serverless.invoke_engine import AWS, engine, environ
 
 MODULE = "tests.data.serverless.user_functions"
 
@@ -24,12 +26,41 @@ async def module_scheme(scheme, name, options):
         await endpoint.close()
 
 
+@contextlib.asynccontextmanager
+async def on_lambda(name, options):
+    pytest.importorskip("boto3", reason="the extra `lambda` is not installed")
+    with environ(**AWS):
+        async with engine(options) as (_, address):
+            endpoint = open_endpoint(f"lambda://{name}?region=eu-west-1&endpoint=http://{address}", options)
+            try:
+                yield endpoint
+            finally:
+                await endpoint.close()
+
+
+@contextlib.asynccontextmanager
+async def on_function_compute(name, options):
+    with environ(**ALIBABA):
+        pytest.importorskip("alibabacloud_fc20230330.client", reason="the extra `fc` is not installed")
+    async with compute(options) as (_, address):
+        endpoint = open_endpoint(f"fc://1234567890/{name}?endpoint=http://{address}", options)
+        try:
+            yield endpoint
+        finally:
+            await endpoint.close()
+
+
 PLACES = {
     "local": lambda name, options: module_scheme("local", name, options),
     "thread": lambda name, options: module_scheme("thread", name, options),
+    "lambda": on_lambda,
+    "fc": on_function_compute,
+    "ray": lambda name, options: module_scheme("ray", name, options),
 }
+HERE = [place for place in PLACES if place != "ray"]
+"""Ray needs its cluster: `tests/ray/test_ray_tasks.py`."""
 
-pytestmark = pytest.mark.parametrize("place", PLACES)
+pytestmark = pytest.mark.parametrize("place", HERE)
 
 
 def using(place, name, work, *, policy=None, **options):
