@@ -22,7 +22,7 @@ from rollart.protocols import Env
 from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
 from rollart.tasks.classes import definition_of_class
 from rollart.tasks.definition import TaskDefinition
-from rollart.tasks.imports import load_object
+from rollart.imports import load_object
 from rollart.types import TaskSpec
 
 OF_MODULES = ("local", "thread", "ray")

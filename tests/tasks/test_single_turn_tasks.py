@@ -3,7 +3,7 @@ import random
 import pytest
 
 from rollart.tasks.arithmetic import Arithmetic, ArithmeticOptions
-from rollart.tasks.rewards import sorting
+from rollart.rewards.rule import sorting
 from rollart.tasks.sorting import Sorting, SortingOptions
 from rollart.types import RewardRequest
 
