@@ -31,9 +31,9 @@ class Rank:
 class Length:
     """Base reward plus `weight` times a reward for being short among the members of the group.
 
-    With l = 1/2 - (length_i - min) / (max - min): l where the base reward is at least `correct`, else min(0, l); 0 where
-    all are equally long. Length is counted in characters of the responses. Kimi k1.5 (arXiv 2501.12599), section 2.3.3,
-    which counts tokens.
+    With l = 1/2 - (length_i - min) / (max - min): l where the base reward is at least `correct`, else min(0, l); 0
+    where all are equally long. Length is counted in characters of the responses; Kimi k1.5 (arXiv 2501.12599), whose
+    length penalty this is, counts tokens.
     """
 
     def __init__(self, *, base: dict[str, Any], weight: float = 0.5, correct: float = 1.0) -> None:

@@ -18,11 +18,11 @@ from msgspec import Meta, Struct
 
 from rollart.config import Config, TaskConfig, nearest, serverless_of
 from rollart.errors import ConfigError
+from rollart.imports import load_object
 from rollart.protocols import Env
 from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
 from rollart.tasks.classes import definition_of_class
 from rollart.tasks.definition import TaskDefinition
-from rollart.imports import load_object
 from rollart.types import TaskSpec
 
 OF_MODULES = ("local", "thread", "ray")
