@@ -79,6 +79,12 @@ class Appender:
             self.lost += 1
 
 
+def cache_folder() -> Path:
+    """`$ROLLART_CACHE`, else the user's cache folder."""
+    base = os.environ.get("ROLLART_CACHE")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
+
+
 def cut_half_line(path: Path, block_bytes: int = 1 << 16) -> None:
     """Remove a last line without its newline, as a process that was killed leaves it."""
     if not path.exists():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -96,11 +97,23 @@ def reward_url(task: TaskConfig, name: str = "") -> str:
         function = load_object(target, f"tasks.{name}.reward")
         if not callable(function):
             raise ConfigError(f"tasks.{name}.reward: {url!r} is {function!r}, which cannot be called")
-        if task.reward_options and not isinstance(function, type):
-            raise ConfigError(
-                f"tasks.{name}.reward_options: {url!r} is a plain function, which takes none; write a class"
-            )
+        _check_reward_options(function, url, task.reward_options, name)
     return url
+
+
+def _check_reward_options(function: Callable[..., Any], url: str, options: dict[str, Any], name: str) -> None:
+    """Names only: the class itself is built where it runs."""
+    key = f"tasks.{name}.reward_options"
+    if not isinstance(function, type):
+        if options:
+            raise ConfigError(f"{key}: {url!r} is a plain function, which takes none; write a class")
+        return
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {url!r}: {error}") from error
+    except ValueError:  # a class of C code may have no signature
+        return
 
 
 def describe() -> list[TaskInfo]:

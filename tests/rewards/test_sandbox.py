@@ -191,6 +191,6 @@ def test_a_sandbox_that_cannot_start_says_why(tmp_path):
     assert "no permissions to create a namespace; are user namespaces allowed?" in done.stderr.splitlines()[-1]
 
 
-def test_limits_that_no_python_fits_in_are_refused():
+def test_limits_in_which_nothing_runs_are_refused():
     with pytest.raises(ConfigError, match="does not work in a sandbox of these limits"):
-        Sandbox(memory_bytes=1 << 20)
+        Sandbox(output_bytes=2)
