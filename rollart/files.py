@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of anything.
+"""Writing files so that a reader never sees half of anything, and the folder of what is kept between runs.
 
 Invariant: a file written by `write_atomic` is either the old or the new one; a file written by `Appender` holds whole
 records only, whatever fails in between. Both raise OSError; whether a run goes on is decided by the caller.

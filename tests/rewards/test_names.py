@@ -26,5 +26,5 @@ def test_every_kind_is_in_the_document():
 @pytest.mark.parametrize("options", [{"url": "http://h/v1", "model": "m", "rubrik": "r"}, {"url": "http://h/v1"}])
 def test_an_option_that_a_class_does_not_take_is_known_before_a_run(options):
     task = TaskConfig(env="sorting", reward="rollart.rewards.judge:Judge", reward_options=options)
-    with pytest.raises(ConfigError, match=r"tasks.t.reward_options: 'rollart.rewards.judge:Judge': .*(rubrik|rubric)"):
+    with pytest.raises(ConfigError, match=r"tasks.t.reward_options: 'rollart.rewards.judge:Judge': .*(rubrik|model)"):
         reward_url(task, "t")
