@@ -109,11 +109,17 @@ def _check_reward_options(function: Callable[..., Any], url: str, options: dict[
             raise ConfigError(f"{key}: {url!r} is a plain function, which takes none; write a class")
         return
     try:
-        inspect.signature(function).bind(**options)
+        signature = inspect.signature(function)
+    except ValueError:  # a class of C code may have none
+        return
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    for option in () if takes_any else options:
+        if option not in signature.parameters:
+            raise ConfigError(f"{key}.{option}: unknown option{nearest(option, [*signature.parameters])}")
+    try:
+        signature.bind(**options)
     except TypeError as error:
         raise ConfigError(f"{key}: {url!r}: {error}") from error
-    except ValueError:  # a class of C code may have no signature
-        return
 
 
 def describe() -> list[TaskInfo]:

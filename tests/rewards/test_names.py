@@ -23,8 +23,14 @@ def test_every_kind_is_in_the_document():
     assert len(TABLES) >= 6
 
 
-@pytest.mark.parametrize("options", [{"url": "http://h/v1", "model": "m", "rubrik": "r"}, {"url": "http://h/v1"}])
-def test_an_option_that_a_class_does_not_take_is_known_before_a_run(options):
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"url": "http://h/v1", "model": "m", "rubrik": "r"}, ".rubrik: unknown option; did you mean 'rubric'?"),
+        ({"url": "http://h/v1", "rubric": "r"}, ": 'rollart.rewards.judge:Judge': missing a required .*'model'"),
+    ],
+)
+def test_a_wrong_or_missing_option_of_a_class_is_known_before_a_run(options, complaint):
     task = TaskConfig(env="sorting", reward="rollart.rewards.judge:Judge", reward_options=options)
-    with pytest.raises(ConfigError, match=r"tasks.t.reward_options: 'rollart.rewards.judge:Judge': .*(rubrik|model)"):
+    with pytest.raises(ConfigError, match=f"tasks.t.reward_options{complaint}"):
         reward_url(task, "t")
