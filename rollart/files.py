@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of anything.
+"""Writing files so that a reader never sees half of anything, and the folder of what is kept between runs.
 
 Invariant: a file written by `write_atomic` is either the old or the new one; a file written by `Appender` holds whole
 records only, whatever fails in between. Both raise OSError; whether a run goes on is decided by the caller.
@@ -77,6 +77,12 @@ class Appender:
         while sum(map(len, self._backlog)) > self._backlog_bytes:
             self._backlog.popleft()
             self.lost += 1
+
+
+def cache_folder() -> Path:
+    """`$ROLLART_CACHE`, else the user's cache folder."""
+    base = os.environ.get("ROLLART_CACHE")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
 
 
 def cut_half_line(path: Path, block_bytes: int = 1 << 16) -> None:

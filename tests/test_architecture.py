@@ -42,6 +42,8 @@ def test_every_module_keeps_to_its_layer() -> None:
     [
         ("control/extra.py", "def f():\n    import torch\n", "rollart.control.extra -> torch"),
         ("tasks/extra.py", "import rollart.learn.loss\n", "rollart.tasks.extra -> rollart.learn.loss"),
+        ("rewards/extra.py", "import rollart.tasks\n", "rollart.rewards.extra -> rollart.tasks"),
+        ("rewards/extra.py", "def f():\n    import torch\n", "rollart.rewards.extra -> torch"),
         ("control/extra.py", "import rollart.data\n", "rollart.control.extra -> rollart.data"),
         ("errors.py", "import rollart.config\n", "rollart.errors -> rollart.config"),
         ("utils.py", "", "utils"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import string
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.errors import ConfigError, boundary
+from rollart.files import cache_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,12 +78,6 @@ def resolve(name: str) -> Path:
             f"model.name: {name!r} is no folder here and could not be had from the hub ({reason}); "
             "take 'tiny' or a local folder"
         ) from error
-
-
-def cache_folder() -> Path:
-    """`$ROLLART_CACHE`, else the user's cache folder."""
-    base = os.environ.get("ROLLART_CACHE")
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
 
 
 def tiny_folder() -> Path:

@@ -40,10 +40,10 @@ def training(
     _one_compute_thread()
     import msgspec
 
-    from rollart.sections import TrainConfig
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
     from rollart.data.weights import FileWeightStore
+    from rollart.sections import TrainConfig
 
     made = trainer_factory(trainer)(
         model_folder=model_folder,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollart.errors import ConfigError
-from rollart.tasks.imports import load_object
+from rollart.imports import load_object
 
 PREFIX = "rollart_file_"
 """Modules from files get a name of their own, by which their `if __name__ == "__main__"` stays quiet."""

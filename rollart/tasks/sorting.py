@@ -1,4 +1,4 @@
-"""Sorting numbers: one turn, a long answer, partial credit by a reward function (`rewards.sorting`)."""
+"""Sorting numbers: one turn, a long answer, partial credit by a reward function (`rollart.rewards.rule`)."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ TASK = TaskDefinition(
     max_turns=1,
     max_turn_tokens=32,
     max_tokens=256,
-    reward="rollart.tasks.rewards:sorting",
+    reward="rollart.rewards.rule:sorting",
 )

@@ -88,7 +88,7 @@ def test_the_config_goes_over_the_definition():
 
 def test_a_task_brings_its_reward_unless_the_config_names_another():
     assert _specs("[tasks.sorting]")["sorting"].has_reward
-    assert registry.reward_url(TaskConfig(env="sorting"), "s") == "rollart.tasks.rewards:sorting"
+    assert registry.reward_url(TaskConfig(env="sorting"), "s") == "rollart.rewards.rule:sorting"
     for url in ("operator:attrgetter", "local://operator:attrgetter", "https://host/path", "lambda://scorer"):
         assert registry.reward_url(TaskConfig(env="sorting", reward=url), "s") == url
     assert registry.reward_url(TaskConfig(env="frozenlake"), "s") == ""

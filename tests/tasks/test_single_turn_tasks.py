@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from rollart.rewards.rule import sorting
 from rollart.tasks.arithmetic import Arithmetic, ArithmeticOptions
-from rollart.tasks.rewards import sorting
 from rollart.tasks.sorting import Sorting, SortingOptions
 from rollart.types import RewardRequest
 

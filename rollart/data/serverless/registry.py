@@ -29,7 +29,7 @@ from rollart.data.serverless.function import CallPolicy, Function
 from rollart.data.targets import named
 from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
-from rollart.tasks.imports import load_object
+from rollart.imports import load_object
 from rollart.tasks.registry import reward_url
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Stateless rewards: pure functions of one finished trajectory's text."""
+"""Rules: pure functions of one finished trajectory's text."""
 
 from __future__ import annotations
 

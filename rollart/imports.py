@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rollart.config import nearest
+from rollart.checks import nearest
 from rollart.errors import ConfigError
 
 
