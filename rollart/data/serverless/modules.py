@@ -67,9 +67,8 @@ def closure(source: Source) -> Closure:
             continue
         found.files[path] = file
         parents = [module.rsplit(".", count)[0] for count in range(1, module.count(".") + 1)]
-        for name in {*_imports(module, file), *parents}:
-            if (local := _sort(name, found)) is not None:
-                todo.append((name, local))
+        sorted_out = {name: _sort(name, found) for name in {*_imports(module, file), *parents}}
+        todo.extend((name, local) for name, local in sorted_out.items() if local is not None)
     return found
 
 

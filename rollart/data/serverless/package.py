@@ -111,7 +111,7 @@ def _files(order: Order, source: Source, found: Closure, out: Path) -> dict[str,
     made = {"rollart_handler.py": (_here() / "handler.py").read_bytes()}
     for folder in target.templates:
         for each in (_here() / "templates" / folder).iterdir():
-            made[each.name] = Template(each.read_text("utf-8")).substitute(words).encode()
+            made[each.name.removesuffix(".in")] = Template(each.read_text("utf-8")).substitute(words).encode()
     requirements = sorted({*target.requirements, *found.requirements})
     made["requirements.txt"] = "".join(f"{line}\n" for line in requirements).encode()
     made["README.txt"] = _readme(order, found, words, out)

@@ -162,7 +162,9 @@ def _token(settings: Settings) -> str:
     if not token:
         raise ConfigError(f"--token-env names {settings.token_env}, which is not set or empty")
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"the token in {settings.token_env} cannot travel in a header: printable ASCII without spaces")
+        raise ConfigError(
+            f"the token in {settings.token_env} cannot travel in a header: printable ASCII without spaces"
+        )
     return token
 
 
