@@ -1,4 +1,4 @@
-"""The command line: `rollart train | check | pools | eval | tasks`.
+"""The command line: `rollart train | check | pools | eval | tasks | serve-reward | package-reward`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollart import __version__
 from rollart.errors import ConfigError, RollartError, RunFolderError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
     from rollart.config import Config
+    from rollart.data.serverless.package import Order
+    from rollart.data.serverless.server import Settings
     from rollart.resource.placement import Placement
     from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import TaskInfo
@@ -37,10 +40,28 @@ examples:
   rollart pools configs/default.toml                       which devices there are and which run holds them
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
   rollart tasks frozenlake                                 what a task does and its options
+  rollart serve-reward rewards:score                       a function as an HTTP service
+  rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
 
 Any key of the config can be set on the command line as key=value or section.key=value; values are TOML.
 A task's own options are tasks.NAME.options.KEY=value. ROLLART_TRACEBACK=1 shows where an error comes from.
 """
+
+SERVING = """\
+Prints its URL when calls are served, then one line per call on stderr. Ctrl-C or SIGTERM: running calls finish, new
+ones are turned away; a second one ends at once. A call that hangs is cut, its process ended. Without calls it holds no
+process of the function.
+
+  curl -H 'Content-Type: application/json' -d '{"args": [1, 2]}' http://127.0.0.1:8000/
+
+/health, /ready and /openapi.json say the rest; serverless_url = "http://127.0.0.1:8000" in a config calls it."""
+PACKAGING = """\
+Writes a folder with the function's own modules, its handler, requirements.txt, the platform's manifest and a README.txt
+that says what was assumed, then prints the next command. Nothing is sent anywhere.
+
+  knative, docker   a container that answers HTTP: functions-framework
+  lambda            AWS Lambda through SAM
+  fc                Alibaba Function Compute through Serverless Devs"""
 
 
 class Parts:
@@ -85,6 +106,18 @@ class Parts:
         from rollart import workers
 
         return workers.view(config, repair)
+
+    def serve(self, settings: Settings) -> int:
+        """Serve a function over HTTP until a signal; the exit code. Raises ConfigError."""
+        from rollart.data.serverless.server import serve
+
+        return serve(settings)
+
+    def package(self, order: Order) -> str:
+        """Write what is needed to deploy a function; what to do next. Raises ConfigError."""
+        from rollart.data.serverless.package import package
+
+        return package(order)
 
 
 def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
@@ -165,7 +198,9 @@ def _run(argv: list[str], parts: Parts) -> int:
         return _pools(parts, words, options.repair)
     if options.command == "eval":
         return _evaluate(parts, options)
-    return _tasks(parts, options.name)
+    if options.command == "tasks":
+        return _tasks(parts, options.name)
+    return _serve(parts, options) if options.command == "serve-reward" else _package(parts, options)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -210,13 +245,69 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     evaluate.add_argument("--checkpoint", metavar="STEP", type=_count, help="its step (default: the newest)")
     tasks = command("tasks", "list tasks and their options", "Your own: env = 'module:Class' in [tasks.NAME].")
     tasks.add_argument("name", metavar="NAME", nargs="?", help="only this task")
+    _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
+    _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands
+
+
+def _add_serving(serve: _Parser) -> None:
+    add = serve.add_argument
+    _add_function(serve)
+    add("--host", metavar="ADDRESS", default="127.0.0.1", help="default: 127.0.0.1; any other needs --token-env")
+    add("--port", metavar="N", type=_port, default=8000, help="default: 8000; 0 takes a free one")
+    add("--token-env", metavar="NAME", default="", help="the environment variable that holds the callers' token")
+    add("--max-concurrency", metavar="N", type=_count, default=0, help="processes at most (default: one per core)")
+    add("--timeout-s", metavar="S", type=_seconds, default=60.0, help="of one call, then it is cut (default: 60)")
+    add("--max-body-bytes", metavar="N", type=_count, default=6_000_000, help="of one call (default: 6000000)")
+    add("--idle-s", metavar="S", type=_seconds, default=30.0, help="then a process without calls ends (default: 30)")
+    add("--memory-bytes", metavar="N", type=_count, default=0, help="of one process (default: no limit)")
+
+
+def _add_packaging(package: _Parser) -> None:
+    add = package.add_argument
+    _add_function(package)
+    add("--target", choices=("knative", "lambda", "fc", "docker"), required=True, help="where it is to run")
+    add("--out", metavar="FOLDER", type=Path, help="default: FUNCTION-TARGET, such as score-lambda")
+    add("--force", action="store_true", help="write into a folder that is not empty")
+
+
+def _add_function(parser: _Parser) -> None:
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION, or a class to be called")
+    parser.add_argument("--options", metavar="JSON", type=_object, default={}, help="of a class: its arguments")
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"this is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('a JSON object is needed, such as {"factor": 2}')
+    return value
 
 
 def _load(words: list[str], resume: Path | None = None) -> Config:
@@ -279,4 +370,18 @@ def _tasks(parts: Parts, name: str | None) -> int:
     if name is not None and name not in names:
         raise ConfigError(f"{name!r} is not a task{nearest(name, names)}")
     print("\n\n".join(described(task) for task in known if name in (None, task.name)))
+    return 0
+
+
+def _serve(parts: Parts, options: argparse.Namespace) -> int:
+    from rollart.data.serverless.server import Settings
+
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "function")}
+    return parts.serve(Settings(target=options.function, **given))
+
+
+def _package(parts: Parts, options: argparse.Namespace) -> int:
+    from rollart.data.serverless.package import Order
+
+    print(parts.package(Order(options.function, options.target, options.out, options.options, options.force)))
     return 0

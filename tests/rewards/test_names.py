@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollart.config import parse
-from rollart.sections import TaskConfig
 from rollart.errors import ConfigError
+from rollart.sections import TaskConfig
 from rollart.tasks.registry import reward_url
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rewards.md"

@@ -133,9 +133,10 @@ class Function:
                 self._usage.results += 1
                 return value
             case {"error": {"type": str(kind), "message": str(message)} as fault}:
-                self._usage.failed("raised")
+                late = kind == FunctionTimeout.__name__  # so a place says it that cut the call itself
+                self._usage.failed("timeout" if late else "raised")
                 where = f" ({fault['where']})" if fault.get("where") else ""
-                error = FunctionError(f"{self.name}: {kind}: {message}{where}")
+                error = (FunctionTimeout if late else FunctionError)(f"{self.name}: {kind}: {message}{where}")
                 error.add_note(f"raised in the function:\n{fault.get('trace', '')}")
                 raise error
             case _:

@@ -66,6 +66,12 @@ def _arguments(event: Any) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
+def check_event(event: Any) -> None:
+    """Raises ValueError for what is no event."""
+    if not (isinstance(event, dict) and isinstance(event.get("batch"), list)):
+        _arguments(event)
+
+
 async def _finish(value: Any) -> Any:
     return await value
 
@@ -115,7 +121,13 @@ def _plain(value: Any) -> Any:
         value = value.item()  # a number of numpy or torch
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"the function returned {value!r}, not a finite number")
-    json.dumps(value, allow_nan=False)
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # refuses halves of characters
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+        raise ValueError(f"the function returned the integer {text[:30]}, which 64 bits do not hold")
     return value
 
 

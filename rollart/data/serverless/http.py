@@ -20,6 +20,8 @@ from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionErr
 
 CONCURRENCY = 256
 CONNECT_TIMEOUT_S = 10.0
+START_S = 10.0
+"""What an endpoint gets beyond a call's time limit, which begins when the function runs: its queue, a cold start."""
 AWAY = (502, 504)
 BUSY = (429, 503)
 HINTS = {
@@ -58,14 +60,19 @@ class HttpEndpoint:
             headers["Idempotency-Key"] = key
         try:
             response = await self._connected().post(
-                self._url, content=body, headers=headers, timeout=httpx2.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+                self._url,
+                content=body,
+                headers=headers,
+                timeout=httpx2.Timeout(timeout_s + START_S, connect=CONNECT_TIMEOUT_S),
             )
         except httpx2.ConnectTimeout as error:
             raise EndpointError(
                 f"{self._url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s"
             ) from error
         except httpx2.ReadTimeout as error:
-            raise FunctionTimeout(f"{self._url} did not answer within {timeout_s:g} s") from error
+            raise FunctionTimeout(
+                f"{self._url} did not answer within {timeout_s:g} s and {START_S:g} s to start"
+            ) from error
         except httpx2.HTTPError as error:
             raise EndpointError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
         except (httpx2.InvalidURL, UnicodeError) as error:

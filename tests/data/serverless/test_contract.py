@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from rollart.errors import FunctionError, FunctionTimeout
 from rollart.types import RewardRequest
 from tests.data.serverless.compute_engine import ALIBABA, compute
 from tests.data.serverless.invoke_engine import AWS, engine, environ
+from tests.data.serverless.served import Servers
 
 MODULE = "tests.data.serverless.user_functions"
 
@@ -50,7 +52,22 @@ async def on_function_compute(name, options):
             await endpoint.close()
 
 
+@contextlib.asynccontextmanager
+async def http_scheme(media, name, options):
+    pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
+    words = ["--options", json.dumps(options.arguments)] if options.arguments else []
+    url = SERVERS.url(name, *words)
+    endpoint = open_endpoint(url, msgspec.structs.replace(options, media=media))
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
+
+
+SERVERS = Servers()
 PLACES = {
+    "http": lambda name, options: http_scheme("json", name, options),
+    "http-msgpack": lambda name, options: http_scheme("msgpack", name, options),
     "local": lambda name, options: module_scheme("local", name, options),
     "thread": lambda name, options: module_scheme("thread", name, options),
     "lambda": on_lambda,
@@ -61,6 +78,13 @@ HERE = [place for place in PLACES if place != "ray"]
 """Ray needs its cluster: `tests/ray/test_ray_tasks.py`."""
 
 pytestmark = pytest.mark.parametrize("place", HERE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    """They live as long as this module's tests."""
+    yield
+    SERVERS.close()
 
 
 def using(place, name, work, *, policy=None, **options):
@@ -99,6 +123,8 @@ def test_calls_run_at_the_same_time_and_none_is_mixed_up(place):
         ("exiting", "it: SystemExit: 3"),
         ("no_number", "it: ValueError: the function returned nan, not a finite number"),
         ("no_data", "it: TypeError: .*not JSON serializable"),
+        ("too_large_a_number", "it: ValueError: the function returned the integer 1180.*, which 64 bits do not hold"),
+        ("half_a_character", "it: UnicodeEncodeError: .*surrogates not allowed"),
     ],
 )
 def test_what_a_function_does_wrong_is_told_and_not_tried_again(place, name, reason):
@@ -109,6 +135,10 @@ def test_what_a_function_does_wrong_is_told_and_not_tried_again(place, name, rea
         assert (usage.tries, usage.failures) == (1, {"raised": 1})
 
     using(place, name, work)
+
+
+def test_numbers_of_numpy_come_back_as_numbers(place):
+    assert call(place, "numbers_of_numpy") == [1.5, 2.5]
 
 
 def test_a_call_with_the_wrong_arguments_says_so(place):
@@ -139,9 +169,9 @@ def test_a_key_is_executed_once_however_often_it_is_asked(place, tmp_path):
     path = str(tmp_path / "marks")
 
     async def work(function):
-        first = await asyncio.gather(*(function.call(path, key="k") for _ in range(5)))
-        again = await function.call(path, key="k")
-        other = await function.call(path, key="another")
+        first = await asyncio.gather(*(function.call(path, key=path) for _ in range(5)))
+        again = await function.call(path, key=path)
+        other = await function.call(path, key=f"{path} another")
         return [*first, again, other]
 
     assert using(place, "mark", work) == [1.0] * 7
@@ -152,9 +182,9 @@ def test_who_stops_waiting_does_not_take_the_result_from_the_others(place, tmp_p
     path = str(tmp_path / "marks")
 
     async def work(function):
-        first = asyncio.create_task(function.call(path, 0.5, key="k"))
+        first = asyncio.create_task(function.call(path, 0.5, key=path))
         await asyncio.sleep(0.05)
-        second = asyncio.create_task(function.call(path, 0.5, key="k"))
+        second = asyncio.create_task(function.call(path, 0.5, key=path))
         await asyncio.sleep(0.05)
         first.cancel()
         return await second

@@ -68,6 +68,20 @@ def no_data(*_):
     return object()
 
 
+def too_large_a_number(*_):
+    return 2**70
+
+
+def half_a_character(*_):
+    return "\ud800"
+
+
+def numbers_of_numpy():
+    import numpy as np
+
+    return [np.float64(1.5), np.float64(2.5)]
+
+
 def hungry(megabytes):
     return len(bytearray(megabytes << 20))
 
