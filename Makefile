@@ -4,6 +4,7 @@
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
 #   make test                      all tests; ARGS="tests/test_cli.py -x" for some
 #   make test-ray                  those that need Ray, in an environment of their own
+#   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
 #
@@ -15,12 +16,13 @@ CONFIG ?= configs/default.toml
 ARGS ?=
 BENCHMARKS ?= control_plane engine schedules affinity
 RAY_VENV ?= .venv-ray
+FUZZ_VENV ?= .venv-fuzz
 BIN := $(VENV)/bin
 
 # One thread per process: rollout and training share the cores, and more threads than cores only thrash.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-ray lint bench env env-ray
+.PHONY: help train test test-ray test-fuzz lint bench env env-ray
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -33,6 +35,9 @@ test: env
 
 test-ray: env-ray
 	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
+
+test-fuzz: env $(FUZZ_VENV)/.installed
+	$(BIN)/python -m tests.data.serverless.fuzz $(FUZZ_VENV)/bin/schemathesis $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .
@@ -61,4 +66,9 @@ $(VENV)/.installed $(RAY_VENV)/.installed: pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(@D); exit 1; }
 	@echo "Installing into $(@D) (once, a few minutes)"
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(FUZZ_VENV)/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5' msgspec
 	@touch $@

@@ -28,6 +28,7 @@ CODES = {
     401: "UnrecognizedClientException",
     404: "ResourceNotFoundException",
     408: "InvalidRequestContentException",
+    409: "ResourceConflictException",
     413: "RequestTooLargeException",
     415: "UnsupportedMediaTypeException",
     422: "InvalidParameterValueException",

@@ -14,14 +14,14 @@ PROBLEMS = {
     401: "The token is missing or wrong.",
     406: "None of the media asked for is spoken here.",
     408: "The body did not arrive in time.",
+    409: "This Idempotency-Key came with another event before.",
     413: "The body is larger than the limit.",
     415: "The body's media is not read here.",
-    422: "This Idempotency-Key came with another event before.",
     429: "As many calls as fit run and wait already; come again.",
     500: "The function cannot be loaded any more.",
     503: "The service is ending, or the function's process died under the call; try again.",
 }
-INVOKE_PROBLEMS = (400, 401, 404, 408, 413, 415, 422, 429, 503)
+INVOKE_PROBLEMS = (400, 401, 404, 408, 409, 413, 415, 422, 429, 503)
 TEXT = {"type": "string"}
 SECONDS = {"type": "string", "pattern": r"^[0-9]+\.[0-9]+$"}
 SCHEMAS: dict[str, Any] = {
@@ -153,7 +153,7 @@ def _call(name: str, security: list[dict[str, list[str]]]) -> dict[str, Any]:
 
 
 def _invoke(name: str, security: list[dict[str, list[str]]]) -> dict[str, Any]:
-    said = {**PROBLEMS, 404: "No function of this name.", 422: "An invocation type, or a key, that cannot be served."}
+    said = {**PROBLEMS, 404: "No function of this name.", 422: "An invocation type that is not served."}
     answer = {"anyOf": [{"$ref": f"#/components/schemas/{each}"} for each in ("Reply", "Unserved")]}
     return {
         "operationId": "lambdaInvoke",

@@ -55,7 +55,7 @@ class Replies:
         digest = hashlib.sha256(call.event).digest()
         if (known := self._known.get(call.key)) is not None:
             if known.digest != digest:
-                raise Refused(422, "KeyReused", "this Idempotency-Key came with another event before")
+                raise Refused(409, "KeyReused", "this Idempotency-Key came with another event before")
             self._known.move_to_end(call.key)
             return known.task
         task = asyncio.create_task(self._execute(call))

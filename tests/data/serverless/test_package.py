@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,10 +33,10 @@ EVENTS = [
 SITE = [entry for entry in sys.path if "site-packages" in entry]
 
 
-@pytest.fixture
-def project(tmp_path):
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
     """A user's folder: a function that imports a neighbour, a package and something installed."""
-    folder = tmp_path / "project"
+    folder = tmp_path_factory.mktemp("project")
     (folder / "wordy" / "deep").mkdir(parents=True)
     (folder / "scores.py").write_text(
         "from __future__ import annotations\n"
@@ -55,25 +56,16 @@ def project(tmp_path):
         "from ..ends import END\ndef shout(text):\n    import msgspec\n    return text + END\n"
     )
     (folder / "wordy" / "ends.py").write_text("END = '!'\n")
-    return folder
+    yield folder
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("wordy", "rollart_file_scores")]:
+        del sys.modules[name]
 
 
-def packed(project, tmp_path, target, name="score", **more):
-    """The folder of a package, written by a process in the user's folder as they would."""
+def packed(project, tmp_path, target, name="score", **options):
+    """The folder of a package."""
     out = tmp_path / f"{name}-{target}"
-    words = ["package-reward", f"scores:{name}", "--target", target, "--out", str(out)]
-    for key, value in more.items():
-        words += [f"--{key}", value]
-    path = os.pathsep.join([str(Path(__file__).parents[3]), *SITE])
-    done = subprocess.run(
-        [sys.executable, "-m", "rollart", *words],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "next: " in done.stdout
+    assert "next: " in package(Order(f"{project / 'scores.py'}:{name}", target, out, options))
     return out
 
 
@@ -111,6 +103,19 @@ def test_the_manifests_name_the_function_its_entry_and_scale_to_zero(project, tm
     fc = yaml.safe_load((packed(project, tmp_path, "fc") / "s.yaml").read_text())
     properties = fc["resources"]["reward"]["props"]
     assert (properties["functionName"], properties["handler"]) == ("score", "index.handler")
+
+
+def test_the_command_in_the_users_folder_says_what_is_next(project, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rollart", "package-reward", "scores:score", "--target", "lambda"],
+        cwd=shutil.copytree(project, tmp_path / "mine"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *SITE])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "next: cd score-lambda && sam build && sam deploy --guided"
+    assert (tmp_path / "mine" / "score-lambda" / "wordy" / "ends.py").read_text() == "END = '!'\n"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def test_lambdas_runtime_serves_the_package(project, tmp_path):
 
 def test_a_class_with_options_and_a_function_that_raises_answer_at_lambda(project, tmp_path):
     pytest.importorskip("awslambdaric", reason="the runtime of AWS Lambda: pip install awslambdaric")
-    times = packed(project, tmp_path, "lambda", "Times", options='{"by": 2.5}')
+    times = packed(project, tmp_path, "lambda", "Times", by=2.5)
     with (
         runtime_api() as (address, invoke),
         running(times, "awslambdaric", "lambda_function.lambda_handler", api=address),
@@ -195,14 +200,16 @@ def test_the_containers_command_serves_the_package(project, tmp_path, target):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with running(out, "functions_framework", *command[1:], "--host", "127.0.0.1", port=str(port)):
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            until_it_listens(port)
-            for event, reply in EVENTS:
-                assert client.post("/", json=event).json() == reply
-            bad = client.post("/", content=b"{", headers={"Content-Type": "application/json"})
-            assert (bad.status_code, bad.json()["error"]["type"]) == (400, "BadRequest")
-            assert client.get("/").status_code == 405
+    with (
+        running(out, "functions_framework", *command[1:], "--host", "127.0.0.1", port=str(port)),
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+    ):
+        until_it_listens(port)
+        for event, reply in EVENTS:
+            assert client.post("/", json=event).json() == reply
+        bad = client.post("/", content=b"{", headers={"Content-Type": "application/json"})
+        assert (bad.status_code, bad.json()["error"]["type"]) == (400, "BadRequest")
+        assert client.get("/").status_code == 405
 
 
 def test_function_computes_entry_answers_bytes(project, tmp_path):
