@@ -24,23 +24,44 @@ PROBLEMS = {
 INVOKE_PROBLEMS = (400, 401, 404, 408, 409, 413, 415, 422, 429, 503)
 TEXT = {"type": "string"}
 SECONDS = {"type": "string", "pattern": r"^[0-9]+\.[0-9]+$"}
+VALUE = {"$ref": "#/components/schemas/Value"}
 SCHEMAS: dict[str, Any] = {
+    "Value": {
+        "description": "What JSON holds; integers have 64 bits.",
+        "anyOf": [
+            {"type": ["null", "boolean", "string"]},
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+            {"type": "number", "not": {"type": "integer"}},
+            {"type": "array", "items": VALUE},
+            {"type": "object", "additionalProperties": VALUE},
+        ],
+    },
     "Call": {
         "type": "object",
         "description": "One call: the function's arguments.",
-        "properties": {"args": {"type": "array"}, "kwargs": {"type": "object"}, "key": {}},
+        "properties": {
+            "args": {"type": "array", "items": VALUE},
+            "kwargs": {"type": "object", "additionalProperties": VALUE},
+            "key": VALUE,
+        },
         "additionalProperties": False,
         "examples": [{"args": [1, "two"], "kwargs": {"three": 3}}],
     },
     "Batch": {
         "type": "object",
         "description": "Several calls; a member's fault is its own.",
-        "properties": {"batch": {"type": "array"}},
+        "properties": {"batch": {"type": "array", "items": VALUE}},
         "required": ["batch"],
+        "additionalProperties": VALUE,
         "examples": [{"batch": [{"args": [1]}, {"args": [2]}]}],
     },
     "Event": {"anyOf": [{"$ref": "#/components/schemas/Call"}, {"$ref": "#/components/schemas/Batch"}]},
-    "Result": {"type": "object", "properties": {"result": {}}, "required": ["result"], "additionalProperties": False},
+    "Result": {
+        "type": "object",
+        "properties": {"result": VALUE},
+        "required": ["result"],
+        "additionalProperties": False,
+    },
     "Fault": {
         "type": "object",
         "description": "What the function raised, or FunctionTimeout when it was cut.",
@@ -163,7 +184,7 @@ def _invoke(name: str, security: list[dict[str, list[str]]]) -> dict[str, Any]:
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "examples": [name]}},
             _header("X-Amz-Invocation-Type", {"enum": ["RequestResponse", "DryRun"]}, "How to call."),
         ],
-        "requestBody": {"content": {"application/json": {"schema": {}}}},
+        "requestBody": {"content": {"application/json": {"schema": VALUE}}},
         "responses": {
             "200": {"description": "The payload.", "content": {"application/json": {"schema": answer}}},
             "204": {"description": "DryRun: it would be called."},

@@ -2,7 +2,7 @@
 
     POST / or /invoke  ->  token -> place -> body -> event -> known key? -> queue -> pool -> reply
 
-Invariants: a call beyond the limits is turned away before its body is read; no more of a body is read than the limit;
+Invariants: a call beyond the limits is turned away before its body is read; no more of a body is kept than the limit;
 a key is executed once, however often it is delivered and whoever stops waiting; a call without a key ends with its
 connection; nothing of an event, a token or a query stands in a line of the log. What this file leaves out: the life of
 the process (`server.py`), keys that are known (`replies.py`), the shape of Lambda's Invoke (`invoke_api.py`).
@@ -16,7 +16,7 @@ import hmac
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -36,6 +36,8 @@ from rollart.errors import EndpointError, FunctionError, FunctionTimeout
 
 BODY_S = 30.0
 """How long the body of a call may take to arrive."""
+DISCARD_S = 2.0
+DISCARD_BYTES = 16 << 20
 QUEUE_S = 5.0
 """How long a call waits for a place; then it is told to come again, as its caller's patience is short too."""
 MAX_KEY = 512
@@ -124,9 +126,9 @@ class Service:
             invoke_api.check(request, self._target)
             if request.headers.get("x-amz-invocation-type") == "DryRun":
                 return Response(status_code=204)
-            event = _unpacked(await self._body(request) or b"{}", "json")
+            event = _packed(_unpacked(await self._body(request) or b"{}", "json"))
             try:
-                answer = await self._answer(request, msgspec.msgpack.encode(event))
+                answer = await self._answer(request, event)
                 return invoke_api.reply(_json(answer.body), answer)
             except FunctionError as error:
                 return invoke_api.unserved(error)
@@ -173,17 +175,19 @@ class Service:
     async def _body(self, request: Request) -> bytes:
         limit = self._limits.max_body_bytes
         said = request.headers.get("content-length", "")
-        if said.isdigit() and int(said) > limit:
-            raise _too_large(limit)
-        body = bytearray()
+        body, stream = bytearray(), request.stream()
+        too_large = said.isdigit() and int(said) > limit
         try:
             async with asyncio.timeout(BODY_S):
-                async for chunk in request.stream():
+                while not too_large and (chunk := await anext(stream, None)) is not None:
                     body += chunk
-                    if len(body) > limit:
-                        raise _too_large(limit)
+                    too_large = len(body) > limit
         except TimeoutError:
             raise Refused(408, "Timeout", f"the body did not arrive within {BODY_S:g} s", CLOSE) from None
+        if too_large:
+            body.clear()
+            await _discard(stream)
+            raise Refused(413, "TooLarge", f"a body has at most {limit:,} bytes here (--max-body-bytes)", CLOSE)
         return bytes(body)
 
     async def _answer(self, request: Request, event: bytes) -> Answer:
@@ -282,8 +286,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _too_large(limit: int) -> Refused:
-    return Refused(413, "TooLarge", f"a body has at most {limit:,} bytes here (--max-body-bytes)", CLOSE)
+async def _discard(stream: AsyncIterator[bytes]) -> None:
+    """Let a body that is refused pass by, within bounds: a caller that still writes would not hear why."""
+    passed = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            async for chunk in stream:
+                if (passed := passed + len(chunk)) > DISCARD_BYTES:
+                    break
 
 
 # ------------------------------------------------------------------------------------------------------ what travels
@@ -319,7 +329,14 @@ def _event(body: bytes, media: str) -> bytes:
     event = _unpacked(body, media)
     try:
         check_event(event)
-        return body if media == "msgpack" else msgspec.msgpack.encode(event)
+    except ValueError as error:
+        raise Refused(400, "BadRequest", str(error)) from error
+    return body if media == "msgpack" else _packed(event)
+
+
+def _packed(event: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(event)
     except UNREADABLE as error:
         raise Refused(400, "BadRequest", str(error)) from error
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
 
-from rollart.data.serverless.openapi import description
+from rollart.data.serverless.openapi import VALUE, description
 from tests.data.serverless.served import MODULE, serving
 
 CODECS = {"application/json": msgspec.json, "application/msgpack": msgspec.msgpack}
@@ -88,7 +88,7 @@ def test_a_wrong_answer_would_be_seen():
     assert not valid(reply, {"batch": [{"result": 1}, 2]})
 
 
-# --------------------------------------------------------------------- the part of JSON Schema that the description uses
+# -------------------------------------------------------------------- the part of JSON Schema that the description uses
 KINDS = {"object": dict, "array": list, "string": str}
 
 
@@ -100,6 +100,8 @@ def followed(schema):
 
 def drawn(schema):
     """A strategy for values that a schema describes."""
+    if schema == VALUE:
+        return VALUES
     schema = followed(schema)
     if "anyOf" in schema:
         return st.one_of([drawn(each) for each in schema["anyOf"]])
@@ -109,7 +111,7 @@ def drawn(schema):
         case "object":
             entries = {name: drawn(each) for name, each in schema.get("properties", {}).items()}
             required = {name: entries.pop(name) for name in schema.get("required", [])}
-            return st.fixed_dictionaries(required, optional=entries) if entries or required else TEXT_TO_ANY
+            return st.fixed_dictionaries(required, optional=entries) if entries or required else NAMED_VALUES
         case "array":
             return st.lists(drawn(schema.get("items", {})), max_size=4)
         case "number":
@@ -119,11 +121,13 @@ def drawn(schema):
     return VALUES
 
 
-TEXT_TO_ANY = st.dictionaries(TEXT, VALUES, max_size=3)
+NAMED_VALUES = st.dictionaries(TEXT, VALUES, max_size=3)
 
 
 def valid(schema, value):
     """Whether a schema describes a value."""
+    if schema == VALUE:
+        return True  # it was decoded
     schema = followed(schema)
     if "anyOf" in schema:
         return any(valid(each, value) for each in schema["anyOf"])

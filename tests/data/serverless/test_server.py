@@ -181,6 +181,7 @@ def test_a_payload_that_is_absent_is_an_empty_event_and_a_dry_run_calls_nothing(
     [
         ("other", b"{}", {}, 404, "ResourceNotFoundException"),
         ("echo", b"{", {}, 400, "InvalidRequestContentException"),
+        ("echo", b'{"args": [%d]}' % 2**70, {}, 400, "InvalidRequestContentException"),
         ("echo", b"x" * 2001, {}, 413, "RequestTooLargeException"),
         ("echo", b"{}", {"Content-Type": "text/plain"}, 415, "UnsupportedMediaTypeException"),
         ("echo", b"{}", {"X-Amz-Invocation-Type": "Event"}, 422, "InvalidParameterValueException"),
