@@ -6,7 +6,7 @@ Invariant: the dynamics are Gymnasium's; this file only draws the map, writes th
 from __future__ import annotations
 
 import random
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -16,7 +16,6 @@ from rollart.tasks.definition import TaskDefinition
 
 WORDS = ("left", "down", "right", "up")  # in Gymnasium's order of action numbers
 AROUND = (("up", -1, 0), ("down", 1, 0), ("left", 0, -1), ("right", 0, 1))
-CELLS = {"S": "start", "F": "frozen", "H": "hole", "G": "goal"}
 
 
 class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +26,13 @@ class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(ge=0.5, le=1, description="Share of safe cells; large maps with few of them take long to draw.")
     ] = 0.8
     slippery: Annotated[bool, Meta(description="Moves may slide sideways.")] = False
-    hints: Annotated[bool, Meta(description="Add lines that name the four neighbouring cells.")] = False
+    anywhere: Annotated[
+        bool, Meta(description="Start and goal may be any two cells, not only the corners: many more maps.")
+    ] = False
+    view: Annotated[
+        Literal["map", "near", "both"],
+        Meta(description="What is shown: the map, or in which directions the goal and safe cells lie."),
+    ] = "map"
     invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
     discount: Annotated[
         float, Meta(gt=0, le=1, description="The goal is worth discount ** (steps - 1): below 1, short ways pay more.")
@@ -51,9 +56,8 @@ class FrozenLake:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
         options = self._options
-        self._map = held_out.draw(
-            seed, lambda each: generate_random_map(options.size, options.frozen_probability, each), " ".join
-        )
+        make = _map_with_ends_anywhere if options.anywhere else generate_random_map
+        self._map = held_out.draw(seed, lambda each: make(options.size, options.frozen_probability, each), " ".join)
         self._env = gymnasium.make(
             "FrozenLake-v1", desc=self._map, is_slippery=options.slippery, disable_env_checker=True
         )
@@ -80,16 +84,51 @@ class FrozenLake:
 
     def _observation(self) -> str:
         row, column = divmod(self._state, self._options.size)
-        grid = [list(line) for line in self._map]
-        grid[row][column] = "P"
-        lines = [" ".join(cells) for cells in grid]
-        if self._options.hints:
-            lines += [f"{word} {self._cell(row + down, column + right)}" for word, down, right in AROUND]
+        lines = []
+        if self._options.view != "near":
+            grid = [list(line) for line in self._map]
+            grid[row][column] = "P"
+            lines += [" ".join(cells) for cells in grid]
+        if self._options.view != "map":
+            lines.append(" ".join(["goal", *self._towards_goal(row, column)]))
+            lines.append(" ".join(["frozen", *self._safe(row, column)]))
         return "\n".join(lines)
 
-    def _cell(self, row: int, column: int) -> str:
-        inside = 0 <= row < self._options.size and 0 <= column < self._options.size
-        return CELLS[self._map[row][column]] if inside else "wall"
+    def _towards_goal(self, row: int, column: int) -> list[str]:
+        goal_row, goal_column = divmod("".join(self._map).index("G"), self._options.size)
+        return [word for word, down, right in AROUND if down * (goal_row - row) + right * (goal_column - column) > 0]
+
+    def _safe(self, row: int, column: int) -> list[str]:
+        size = self._options.size
+        return [
+            word
+            for word, down, right in AROUND
+            if 0 <= row + down < size and 0 <= column + right < size and self._map[row + down][column + right] != "H"
+        ]
+
+
+def _map_with_ends_anywhere(size: int, frozen_probability: float, seed: int | None) -> list[str]:
+    """What Gymnasium's `generate_random_map` draws, but with S and G on any two cells that a way joins."""
+    rng = random.Random(seed)
+    while True:
+        cells = ["F" if rng.random() < frozen_probability else "H" for _ in range(size * size)]
+        start, goal = rng.sample(range(size * size), 2)
+        cells[start], cells[goal] = "S", "G"
+        if goal in _reached(cells, size, start):
+            return ["".join(cells[row * size : (row + 1) * size]) for row in range(size)]
+
+
+def _reached(cells: list[str], size: int, start: int) -> set[int]:
+    reached, open_cells = {start}, [start]
+    while open_cells:
+        row, column = divmod(open_cells.pop(), size)
+        for _, down, right in AROUND:
+            inside = 0 <= row + down < size and 0 <= column + right < size
+            cell = (row + down) * size + column + right
+            if inside and cell not in reached and cells[cell] != "H":
+                reached.add(cell)
+                open_cells.append(cell)
+    return reached
 
 
 TASK = TaskDefinition(

@@ -44,10 +44,46 @@ def test_the_start_shows_again_once_the_player_left_it():
     assert env.step("right")[0].startswith("S P F F\n")
 
 
-def test_hints_name_the_four_neighbours():
-    env = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0, hints=True))
-    assert env.reset(0)[0] == "P F\nF G\nup wall\ndown frozen\nleft wall\nright frozen"
-    assert env.step("down")[0] == "S F\nP G\nup start\ndown wall\nleft wall\nright goal"
+def test_the_near_view_says_where_the_goal_lies_and_which_neighbours_are_safe():
+    env = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0, view="both"))
+    assert env.reset(0)[0] == "P F\nF G\ngoal down right\nfrozen down right"
+    near = FrozenLake(FrozenLakeOptions(size=2, frozen_probability=1.0, view="near"))
+    assert near.reset(0)[0] == "goal down right\nfrozen down right"
+    assert env.step("down")[0] == "S F\nP G\ngoal right\nfrozen up right"
+
+
+def test_start_and_goal_lie_anywhere_and_a_way_joins_them():
+    env = FrozenLake(FrozenLakeOptions(anywhere=True, frozen_probability=0.5, view="both"))
+    maps = set()
+    for seed in range(200):
+        lines = env.reset(seed)[0].split("\n")
+        grid, towards = lines[:4], lines[4].split(" ")[1:]
+        cells = {cell: (row, line.split(" ").index(cell)) for row, line in enumerate(grid) for cell in "PG" if cell in line}
+        (row, column), (goal_row, goal_column) = cells["P"], cells["G"]
+        assert ("up" in towards, "down" in towards) == (goal_row < row, goal_row > row)
+        assert ("left" in towards, "right" in towards) == (goal_column < column, goal_column > column)
+        assert _way_exists(env, seed)
+        maps.add("\n".join(grid))
+    assert len(maps) > 190
+    assert env.reset(5) == FrozenLake(FrozenLakeOptions(anywhere=True, frozen_probability=0.5, view="both")).reset(5)
+
+
+def _way_exists(env, seed):
+    """By play alone: every sequence of moves that does not end in a hole, breadth first over what is seen."""
+    seen, queue = set(), [[]]
+    while queue:
+        way = queue.pop(0)
+        for word in WORDS:
+            env.reset(seed)
+            for each in way:
+                env.step(each)
+            observation, reward, terminated, _, _ = env.step(word)
+            if reward > 0:
+                return True
+            if not terminated and observation not in seen:
+                seen.add(observation)
+                queue.append([*way, word])
+    return False
 
 
 def test_the_goal_ends_with_reward_one_and_a_hole_with_none():
