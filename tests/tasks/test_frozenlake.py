@@ -58,7 +58,9 @@ def test_start_and_goal_lie_anywhere_and_a_way_joins_them():
     for seed in range(200):
         lines = env.reset(seed)[0].split("\n")
         grid, towards = lines[:4], lines[4].split(" ")[1:]
-        cells = {cell: (row, line.split(" ").index(cell)) for row, line in enumerate(grid) for cell in "PG" if cell in line}
+        cells = {
+            cell: (row, line.split(" ").index(cell)) for row, line in enumerate(grid) for cell in "PG" if cell in line
+        }
         (row, column), (goal_row, goal_column) = cells["P"], cells["G"]
         assert ("up" in towards, "down" in towards) == (goal_row < row, goal_row > row)
         assert ("left" in towards, "right" in towards) == (goal_column < column, goal_column > column)

@@ -9,11 +9,11 @@ MODULE = "tests.data.serverless.user_functions"
 
 
 @contextlib.contextmanager
-def serving(name, *words, env=None, log=subprocess.DEVNULL, module=MODULE):
+def serving(name, *words, env=None, log=subprocess.DEVNULL, module=MODULE, port=0):
     """A server of one function: its process, with `url`. It has ended afterwards."""
     target = name if ":" in name else f"{module}:{name}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollart", "serve-reward", target, "--port", "0", *words],
+        [sys.executable, "-m", "rollart", "serve-reward", target, "--port", str(port), *words],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 
 from rollart.types import RewardRequest
 
@@ -120,3 +121,24 @@ def shouting(*_):
 
 
 loaded_at = time.time()
+
+
+def fate(number):
+    """Of a call of `flaky`: 5 % hang, 15 % raise, 15 % kill their process on the first try."""
+    drawn = zlib.crc32(str(number).encode()) % 100
+    return "hangs" if drawn < 5 else "raises" if drawn < 20 else "dies first" if drawn < 35 else "scores"
+
+
+def flaky(path, number):
+    match fate(number):
+        case "hangs":
+            time.sleep(600)
+        case "raises":
+            raise KeyError("no luck")
+        case "dies first" if not os.path.exists(f"{path}-{number}"):
+            open(f"{path}-{number}", "w").close()
+            os.kill(os.getpid(), 9)
+    time.sleep(0.01)
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    return float(number)
