@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rollart.config import Config, load
 from rollart.control.task_source import TaskSource
+from rollart.imports import load_object
 from rollart.protocols import Env
 from rollart.sections import TaskConfig
 from rollart.tasks import registry
@@ -98,7 +99,8 @@ class SingleTurn:
 
     def __init__(self, task: Task, record: Record) -> None:
         self._task, self._record = task, record
-        self._score = registry.reward_function(task.config, task.name)
+        url = registry.reward_url(task.config, task.name)
+        self._score = load_object(url, "reward") if url else None
         self._env = task.make_env()
         observations = [self._env.reset(seed)[0] for seed in task.seeds]
         self.dataset = datasets.Dataset.from_dict(
