@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.errors import RunFolderError
+from rollart.errors import RunFolderError, boundary
 from rollart.run_folder import checkpoint_path, checkpoints
 
 FORMAT = 1
@@ -73,6 +73,12 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
             raise RunFolderError(f"checkpoint {final} cannot be written: {error}") from error
         return final
+
+    def forget_after(self, step: int) -> None:
+        """Remove what a run that goes on from `step` will do again. Raises RunFolderError."""
+        with boundary(RunFolderError, f"checkpoints after step {step} in {self.folder}"):
+            for later in [each for each in self.steps() if each > step]:
+                shutil.rmtree(self.path(later))
 
     def read(self, step: int | None = None) -> ControlState:
         """The state of a checkpoint (default: the newest). Raises RunFolderError."""

@@ -36,6 +36,7 @@ examples:
   rollart train configs/default.toml steps=50 schedule=sync_plus train.learning_rate=3e-4
   rollart train --resume runs/latest                       go on from the newest checkpoint
   rollart train --resume runs/latest steps=400             ... and further than first asked for
+  rollart train --resume runs/latest --checkpoint 50       ... from an older one; what came after it is forgotten
   rollart check configs/default.toml alpha=2               is it valid, and what follows from it?
   rollart pools configs/default.toml                       which devices there are and which run holds them
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
@@ -67,11 +68,11 @@ that says what was assumed, then prints the next command. Nothing is sent anywhe
 class Parts:
     """What the commands call, imported when it is called; tests hand in another."""
 
-    def train(self, config: Config, resume: Path | None) -> int:
+    def train(self, config: Config, resume: Path | None, checkpoint: int | None = None) -> int:
         """Train to the end; the exit code."""
         from rollart import pipeline
 
-        return pipeline.train(config, resume=resume)
+        return pipeline.train(config, resume=resume, checkpoint=checkpoint)
 
     def evaluate(self, run: Path, episodes: int | None, checkpoint: int | None) -> int:
         """Evaluate a checkpoint (default: the newest) of a run folder; the exit code."""
@@ -191,7 +192,7 @@ def _run(argv: list[str], parts: Parts) -> int:
     if odd:
         commands[options.command].error(f"unknown argument {odd[0]!r}")
     if options.command == "train":
-        return _train(parts, words, options.resume)
+        return _train(parts, words, options.resume, options.checkpoint)
     if options.command == "check":
         return _check(parts, words)
     if options.command == "pools":
@@ -234,6 +235,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     train = command("train", "train, writing a run folder", "Ctrl-C stops with a checkpoint; a second one at once.")
     train.add_argument("words", **config_words)  # type: ignore[arg-type]
     train.add_argument("--resume", metavar="RUN", type=Path, help="a run folder; its config serves if none is named")
+    train.add_argument(
+        "--checkpoint", metavar="STEP", type=_count, help="go on from this step; later ones are forgotten"
+    )
     check = command("check", "validate a config without running it", "Prints the resolved config and what follows.")
     check.add_argument("words", **config_words)  # type: ignore[arg-type]
     pools = command("pools", "show the pools of a config and who holds them", "Reads the store of [resources].")
@@ -321,11 +325,13 @@ def _load(words: list[str], resume: Path | None = None) -> Config:
     return resolved_config(resume, words)
 
 
-def _train(parts: Parts, words: list[str], resume: Path | None) -> int:
+def _train(parts: Parts, words: list[str], resume: Path | None, checkpoint: int | None) -> int:
+    if checkpoint is not None and resume is None:
+        raise ConfigError("--checkpoint says where a run goes on; name that run: --resume RUN")
     config = _load(words, resume)
     parts.specs(config)
     parts.place(config)
-    return parts.train(config, resume)
+    return parts.train(config, resume, checkpoint)
 
 
 def _check(parts: Parts, words: list[str]) -> int:

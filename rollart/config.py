@@ -121,8 +121,11 @@ def limits(config: Config) -> Limits:
 
 
 def serverless_of(config: Config, task: str) -> ServerlessConfig:
-    """How the reward function of a task is called."""
-    return config.serverless.get(task) or config.serverless.get("default") or ServerlessConfig()
+    """How the reward function of a task is called. A pool with its URL says how many calls run at once."""
+    table = config.serverless.get(task) or config.serverless.get("default") or ServerlessConfig()
+    url = config.tasks[task].reward
+    count = sum(pool.count for pool in config.pools.values() if pool.url and pool.url == url)
+    return msgspec.structs.replace(table, max_concurrency=table.max_concurrency or count)
 
 
 def unshardable(config: Config) -> str:

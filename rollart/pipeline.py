@@ -64,23 +64,27 @@ FIXED = (
 """What a resumed run cannot change."""
 
 
-def train(config: Config, resume: Path | None = None) -> int:
-    """Train to the end, or until Ctrl-C; the exit code. Raises RollartError."""
+def train(config: Config, resume: Path | None = None, checkpoint: int | None = None) -> int:
+    """Train to the end, or until Ctrl-C; the exit code. Raises RollartError.
+
+    `checkpoint`: the step to go on from (default: the newest); what the run did after it is forgotten.
+    """
     began = time.monotonic()
     with contextlib.closing(open_view()) as view:
         if resume is None:
             with RunFolder.create(config, sys.argv, warn=view.warn) as folder:
                 return asyncio.run(_Run(config, folder, view, None, began).to_the_end())
-        state = _resumable(config, resume)
+        state = _resumable(config, resume, checkpoint)
         with RunFolder.open(resume, warn=view.warn) as folder:
+            Checkpoints(resume / "checkpoints", config.log.checkpoints_kept).forget_after(state.step)
             folder.write_config(config, sys.argv)
             folder.rewind(state.step)
             return asyncio.run(_Run(config, folder, view, state, began).to_the_end())
 
 
-def _resumable(config: Config, run: Path) -> ControlState:
+def _resumable(config: Config, run: Path, checkpoint: int | None) -> ControlState:
     _check_same_data(config, resolved_config(run))
-    state = Checkpoints(run / "checkpoints", config.log.checkpoints_kept).read()
+    state = Checkpoints(run / "checkpoints", config.log.checkpoints_kept).read(checkpoint)
     if state.step >= config.steps:
         raise ConfigError(
             f"steps: {run} has done {state.step} of {config.steps} steps; ask for more, such as "

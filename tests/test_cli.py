@@ -45,8 +45,9 @@ class FakeParts(Parts):
         self.calls: list[tuple[Any, ...]] = []
         self.failure = failure
 
-    def train(self, config: Config, resume: Path | None) -> int:
+    def train(self, config: Config, resume: Path | None, checkpoint: int | None = None) -> int:
         self.calls.append(("train", config, resume))
+        self.checkpoint = checkpoint
         if self.failure:
             raise self.failure
         return 0
@@ -98,6 +99,14 @@ def test_train_gets_the_config_with_its_overrides_wherever_they_stand(toml: str,
     assert main(["train", toml, "steps=7", "--resume", str(tmp_path), "train.loss=gspo"], parts) == 0
     ((_, config, resume),) = parts.calls
     assert (config.steps, config.train.loss, resume) == (7, "gspo", tmp_path)
+
+
+def test_an_older_checkpoint_belongs_to_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = FakeParts()
+    assert main(["train", "--resume", str(finished), "--checkpoint", "5"], parts) == 0
+    assert parts.checkpoint == 5
+    assert main(["train", "configs/default.toml", "--checkpoint", "5"], parts) == 2
+    assert "--checkpoint says where a run goes on; name that run: --resume RUN" in capsys.readouterr().err
 
 
 def test_resume_takes_the_config_of_the_run(finished: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollart import toml
-from rollart.config import Config, from_dict, limits, load, parse, to_toml
+from rollart.config import Config, from_dict, limits, load, parse, serverless_of, to_toml
 from rollart.errors import ConfigError
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
@@ -224,3 +224,26 @@ def test_shards_follow_from_the_trajectories_in_flight() -> None:
     assert shards(schedule="sync") == shards(runtime="inline") == 1
     with pytest.raises(ConfigError, match=r"roles\.rollout\.workers: follows from rollout\.shard_trajectories"):
         shards(roles={"rollout": {"workers": 3}})
+
+
+def test_a_serverless_pool_says_how_many_calls_run_at_once_unless_the_table_does():
+    text = """
+[tasks.sorting]
+reward = "https://rewards.example/score"
+[tasks.other]
+env = "sorting"
+[pools.functions]
+url = "https://rewards.example/score"
+count = 40
+"""
+    config = parse(text)
+    assert serverless_of(config, "sorting").max_concurrency == 40
+    assert serverless_of(config, "other").max_concurrency == 0
+    config = parse(text, ["serverless.default.max_concurrency=3"])
+    assert serverless_of(config, "sorting").max_concurrency == 3
+    assert serverless_of(config, "other").max_concurrency == 3
+
+
+def test_a_serverless_table_belongs_to_a_task_or_to_all():
+    with pytest.raises(ConfigError, match=r"serverless.sortin: no task has this name; did you mean 'sorting'\?"):
+        parse("[tasks.sorting]\n[serverless.sortin]\nbatch = 2")

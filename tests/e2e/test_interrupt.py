@@ -122,3 +122,13 @@ def test_a_checkpoint_without_what_control_needs_is_refused_in_one_line(lab: Lab
     path.write_bytes(msgspec.msgpack.encode({**state, "scheduler": {}}))
     with pytest.raises(RunFolderError, match=r"the checkpoint of step 1 in .* is damaged: KeyError: 'source'"):
         train(lab.config("steps=2"), resume=lab.run)
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_what_came_after_it(lab: Laboratory) -> None:
+    assert train(lab.config("steps=4", "log.checkpoint_every=1", "log.checkpoints_kept=9")) == 0
+    assert checkpoints(lab.run) == [1, 2, 3, 4]
+    with pytest.raises(RunFolderError, match="no checkpoint of step 7; there are: 1, 2, 3, 4"):
+        train(lab.config("steps=5"), resume=lab.run, checkpoint=7)
+    assert train(lab.config("steps=3", "log.checkpoints_kept=9"), resume=lab.run, checkpoint=2) == 0
+    assert checkpoints(lab.run) == [1, 2, 3]
+    check_audit(lab.run, steps=3, alpha=1)
