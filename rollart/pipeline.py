@@ -35,6 +35,7 @@ from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
+from rollart.data.serverless.meter import Usage as FunctionUsage
 from rollart.data.weights_folder import SHARED_MEMORY, default_folder
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.exporter import serving
@@ -208,13 +209,22 @@ class _Run:
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
         settings, in_run = config.weights, self._folder.path / "weights"
         nearest = in_run if config.runtime == "ray" else SHARED_MEMORY  # no memory is shared between machines
-        with default_folder(self._folder.path.name, in_run, model_bytes, settings.keep, nearest) as place:
+        with (
+            serving(config.log.prometheus, self._values, self._rewards, self._view.say),
+            default_folder(self._folder.path.name, in_run, model_bytes, settings.keep, nearest) as place,
+        ):
             weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
             self._view.say("starting workers")
             path, say = self._folder.path, self._view.say
             async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
                 await self._prepare(workers, specs, model)
                 await self._train(workers, specs, model)
+
+    def _values(self) -> dict[str, float]:
+        return self._observer.values if self._observer is not None else {}
+
+    def _rewards(self) -> dict[str, FunctionUsage]:
+        return self._observer.rewards if self._observer is not None else {}
 
     async def _prepare(self, workers: Workers, specs: dict[str, TaskSpec], model: Path) -> None:
         """Load the trainer's state, or warm a new model up."""
@@ -300,8 +310,7 @@ class _Run:
             )
             watching.append(asyncio.ensure_future(scaler.run()))
         try:
-            with serving(config.log.prometheus, lambda: observer.values, lambda: observer.rewards, self._view.say):
-                await self._loop.run()
+            await self._loop.run()
         finally:
             for task in watching:
                 task.cancel()

@@ -6,6 +6,7 @@ call, and one trajectory gets one score however often it is asked for. What this
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -23,6 +24,8 @@ from rollart.sections import ServerlessConfig, TaskConfig
 from rollart.tasks import replies
 from rollart.tasks.registry import reward_url
 from rollart.types import RewardRequest
+
+TELL_TIMEOUT_S = 2.0
 
 
 class RewardWorker:
@@ -110,8 +113,9 @@ class RemoteReward(LivingWorkers):
     async def usage(self) -> dict[str, Usage]:
         """Per task, what all calls took and cost; of a worker that is gone, what it had told last."""
         for worker in list(self._workers):
-            with contextlib.suppress(WorkerError):
-                self._told[worker.name] = await worker.call("usage", returns=dict[str, Usage])
+            with contextlib.suppress(WorkerError, TimeoutError):
+                async with asyncio.timeout(TELL_TIMEOUT_S):  # whoever asks shows it, and does other things too
+                    self._told[worker.name] = await worker.call("usage", returns=dict[str, Usage])
         names = {name for parts in self._told.values() for name in parts}
         return {name: merged(parts[name] for parts in self._told.values() if name in parts) for name in sorted(names)}
 

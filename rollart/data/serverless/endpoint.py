@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 
 Media = Literal["json", "msgpack"]
+REPLY_BYTES = 64 << 20
+"""No reply is larger: a function that goes wrong must not fill the memory of its caller."""
 
 
 class Answer(Struct):

@@ -25,10 +25,11 @@ from msgspec import Struct
 from rollart.data.serverless.breaker import Breaker
 from rollart.data.serverless.endpoint import Answer, Endpoint
 from rollart.data.serverless.limiter import Gate, Limit
-from rollart.data.serverless.meter import Usage
+from rollart.data.serverless.meter import Usage, merged
 from rollart.errors import EndpointBusy, EndpointError, FunctionError, FunctionTimeout
 
 KEYS_KEPT = 8192
+BATCH_OVERHEAD_BYTES = 32
 HEDGE_SAMPLES = 20
 """Answered tries before a straggler can be told."""
 FIRST_LIMIT = 8
@@ -82,6 +83,7 @@ class Function:
             return await self._finished(event, "")
         if (task := self._known.get(key)) is None or task.cancelled():
             task = self._known[key] = asyncio.create_task(self._finished(event, key), name=f"{self.name} {key}")
+            task.add_done_callback(_looked_at)
             self._forget()
         else:
             self._usage.repeated += 1
@@ -94,7 +96,7 @@ class Function:
         if self._endpoint.remote:
             usage.allocated_s = usage.billed_s
         usage.cost = usage.tries * self.policy.price_per_call + usage.billed_s * self.policy.price_per_second
-        return usage
+        return usage if self._fallback is None else merged([usage, self._fallback.usage()])
 
     async def close(self) -> None:
         """Nothing of it runs any more."""
@@ -147,11 +149,16 @@ class Function:
 
     async def _batched(self, event: dict[str, Any], key: str) -> Any:
         """Wait for others to go along, then for this member's reply."""
-        batch = self._open
+        size = len(self._encoded(event))
+        batch, room = self._open, self.policy.max_payload_bytes - BATCH_OVERHEAD_BYTES
+        if batch is not None and batch.num_bytes + size > room:
+            self._close_batch(batch)
+            batch = None
         if batch is None:
             batch = self._open = _Batch()
             batch.task = asyncio.create_task(self._send(batch), name=f"{self.name} batch")
-        position = batch.add(event, key)
+            batch.task.add_done_callback(_looked_at)
+        position = batch.add(event, key, size)
         if len(batch.events) >= self.policy.batch:
             self._close_batch(batch)
         replies = await asyncio.shield(batch.task)
@@ -314,17 +321,25 @@ class Function:
         return f"; the last failure: {last}" if last is not None else ""
 
 
+def _looked_at(task: asyncio.Task[Any]) -> None:
+    """Whoever asked may be gone; the fault is counted all the same."""
+    if not task.cancelled():
+        task.exception()
+
+
 class _Batch:
     """Calls that travel together."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.keys: list[str] = []
+        self.num_bytes = 0
         self.full = asyncio.Event()
         self.task: asyncio.Task[Sequence[Any]]
 
-    def add(self, event: Any, key: str) -> int:
+    def add(self, event: Any, key: str, num_bytes: int) -> int:
         """The member's position."""
+        self.num_bytes += num_bytes + 1
         self.events.append(event)
         self.keys.append(key)
         return len(self.events) - 1

@@ -10,12 +10,13 @@ an endpoint is named by its URL alone.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
 import httpx2
 
-from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
+from rollart.data.serverless.endpoint import REPLY_BYTES, Answer, Capacity, EndpointOptions, Media
 from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout
 
 CONCURRENCY = 256
@@ -59,17 +60,13 @@ class HttpEndpoint:
         if key:
             headers["Idempotency-Key"] = key
         try:
-            response = await self._connected().post(
-                self._url,
-                content=body,
-                headers=headers,
-                timeout=httpx2.Timeout(timeout_s + START_S, connect=CONNECT_TIMEOUT_S),
-            )
+            async with asyncio.timeout(timeout_s + START_S + CONNECT_TIMEOUT_S):  # also of what comes in drips
+                return await self._post(body, headers, timeout_s + START_S)
         except httpx2.ConnectTimeout as error:
             raise EndpointError(
                 f"{self._url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s"
             ) from error
-        except httpx2.ReadTimeout as error:
+        except (httpx2.ReadTimeout, TimeoutError) as error:
             raise FunctionTimeout(
                 f"{self._url} did not answer within {timeout_s:g} s and {START_S:g} s to start"
             ) from error
@@ -77,7 +74,18 @@ class HttpEndpoint:
             raise EndpointError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
         except (httpx2.InvalidURL, UnicodeError) as error:
             raise FunctionError(f"{self._url} is no URL: {error}") from error
-        return self._answer(response)
+
+    async def _post(self, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
+        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        async with self._connected().stream(
+            "POST", self._url, content=body, headers=headers, timeout=timeout
+        ) as response:
+            content = bytearray()
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > REPLY_BYTES:
+                    raise FunctionError(f"{self._url}: a reply of more than {REPLY_BYTES:,} bytes is not read")
+            return self._answer(response, bytes(content))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -90,17 +98,17 @@ class HttpEndpoint:
             self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
         return self._client
 
-    def _answer(self, response: httpx2.Response) -> Answer:
+    def _answer(self, response: httpx2.Response, content: bytes) -> Answer:
         status = response.status_code
         if status == 200:
             cold = response.headers.get("X-Rollart-Cold") == "1"
             return Answer(
-                response.content,
+                content,
                 cold,
                 _seconds(response, "X-Rollart-Queue-S") or 0.0,
                 _seconds(response, "X-Rollart-Run-S"),
             )
-        said = f"{self._url} answered {status} {response.reason_phrase}: {response.text[:200]!r}"
+        said = f"{self._url} answered {status} {response.reason_phrase}: {content[:200].decode(errors='replace')!r}"
         if status in BUSY:
             raise EndpointBusy(said)
         if status in AWAY:

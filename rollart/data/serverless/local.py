@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
+from rollart.data.serverless.endpoint import REPLY_BYTES, Answer, Capacity, EndpointOptions, Media
 from rollart.errors import EndpointError, FunctionError, FunctionTimeout
+from rollart.resource.devices import detect
 
 HEADER = struct.Struct("!Q")
 START_TIMEOUT_S = 60.0
@@ -38,7 +39,7 @@ class LocalPool:
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
         target = url.removeprefix("local://")
-        self.concurrency = options.max_concurrency or len(os.sched_getaffinity(0))
+        self.concurrency = options.max_concurrency or detect().num_cores
         self._first = encode(
             {
                 "target": target,
@@ -232,6 +233,8 @@ class _Process:
             self._writer.write(HEADER.pack(len(request)) + request)
             await self._writer.drain()
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if size > REPLY_BYTES:
+                raise FunctionError(f"a reply of {size:,} bytes is not read; the limit is {REPLY_BYTES:,}")
             return await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError):
             self.kill()

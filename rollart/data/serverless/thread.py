@@ -5,14 +5,13 @@ For debugging, and for a run in one process (`runtime = "inline"`). A call that 
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import make_handler
 from rollart.data.serverless.lanes import Lanes
 from rollart.data.targets import named
+from rollart.resource.devices import detect
 
 
 class ThreadEndpoint:
@@ -22,7 +21,7 @@ class ThreadEndpoint:
     remote = False
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
-        self.concurrency = options.max_concurrency or len(os.sched_getaffinity(0))
+        self.concurrency = options.max_concurrency or detect().num_cores
         self._handler = make_handler(named(url.partition("://")[2], "serverless_url"), options.arguments)
         self._lanes = Lanes(url)
 

@@ -260,3 +260,28 @@ def test_meters_add_up():
     assert total.quantile(0.5) == 0.005
     assert total.quantile(0.99) is None
     assert Usage().utilisation == 0.0
+
+
+def test_a_batch_holds_no_more_than_a_payload_may():
+    async def main():
+        endpoint = Scripted(None)
+        policy = msgspec.structs.replace(QUICK, batch=50, batch_wait_s=0.02, max_payload_bytes=1000)
+        function = Function("it", endpoint, policy)
+        texts = [f"{number}" + "x" * 300 for number in range(6)]
+        answers = await asyncio.gather(*(function.call(text) for text in [*texts, "y" * 2000]), return_exceptions=True)
+        assert answers[:-1] == texts
+        assert "a payload of 2,0" in str(answers[-1])
+        assert len(endpoint.keys) == 3
+
+    asyncio.run(main())
+
+
+def test_what_the_fallback_took_is_on_the_same_bill():
+    async def main():
+        function = Function("it", Scripted(away()), QUICK, Function("it", Scripted(0.01), QUICK))
+        await asyncio.gather(*(function.call(number) for number in range(5)))
+        usage = function.usage()
+        assert (usage.calls, usage.results, usage.fallbacks) == (5, 5, 5)
+        assert usage.busy_s >= 5 * 0.01
+
+    asyncio.run(main())

@@ -205,3 +205,12 @@ def is_alive(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def test_a_reply_that_would_fill_the_memory_is_not_read():
+    async def work(pool, function):
+        with pytest.raises(FunctionError, match=r"it: a reply of .* bytes is not read; the limit is 67,108,864"):
+            await function.call(80)
+        assert len(await function.call(1)) == 1 << 20
+
+    run("long_text", work, max_concurrency=1)

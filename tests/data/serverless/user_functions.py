@@ -142,3 +142,7 @@ def flaky(path, number):
     with open(path, "a") as file:
         file.write(f"{number}\n")
     return float(number)
+
+
+def long_text(megabytes):
+    return "x" * (megabytes << 20)
