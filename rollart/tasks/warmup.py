@@ -103,7 +103,7 @@ def _play(player: _Player, renderer: WarmupRenderer, rng: random.Random, observa
     weights = [0.0] * len(tokens)
     for turn in range(spec.max_turns):
         text = player.sample_action(rng)
-        action = [*renderer.encode(text)[: spec.max_turn_tokens - 1], renderer.stop_token_ids[0]]
+        action = [*renderer.encode(text), renderer.stop_token_ids[0]][: spec.max_turn_tokens]
         tokens += action
         weights += [1.0] * len(action)
         reply = player.step(text)
