@@ -26,3 +26,7 @@ class ActionWords:
         """Index of the word that comes first in `text`, or None."""
         match = self._pattern.search(text)
         return self._index[match[1].casefold()] if match else None
+
+    def exactly(self, text: str) -> int | None:
+        """Index of the word that `text` is, blanks at its ends aside, or None where it is anything else."""
+        return self._index.get(text.strip().casefold())

@@ -34,6 +34,9 @@ class FrozenLakeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(description="What is shown: the map, or in which directions the goal and safe cells lie."),
     ] = "map"
     invalid_penalty: Annotated[float, Meta(ge=0, description="Subtracted for a text without a direction.")] = 0.0
+    exact: Annotated[
+        bool, Meta(description="An answer is one direction and nothing else; otherwise the first one named counts.")
+    ] = False
     discount: Annotated[
         float, Meta(gt=0, le=1, description="The goal is worth discount ** (steps - 1): below 1, short ways pay more.")
     ] = 1.0
@@ -66,9 +69,9 @@ class FrozenLake:
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Move by the first direction named in `action`; without one nothing moves, or all ends."""
+        """Move by the direction that `action` is or names; without one nothing moves, or all ends."""
         self._steps += 1
-        number = self._actions.find(action)
+        number = self._actions.exactly(action) if self._options.exact else self._actions.find(action)
         if number is None:
             options = self._options
             info = {"invalid": True}

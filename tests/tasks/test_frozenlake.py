@@ -105,6 +105,16 @@ def test_the_first_direction_in_the_text_counts():
     assert _player(env.step("upward? No: Down, then right")[0]) == (1, 0)
 
 
+def test_an_exact_answer_is_one_direction_and_nothing_else():
+    env = FrozenLake(FrozenLakeOptions(frozen_probability=1.0, exact=True))
+    env.reset(0)
+    assert _player(env.step(" Down\n")[0]) == (1, 0)
+    for text in ("down down", "downdown", "go down", ""):
+        observation, _, _, _, info = env.step(text)
+        assert info == {"invalid": True}
+        assert _player(observation.removeprefix("Invalid action.\n")) == (1, 0)
+
+
 def test_a_text_without_direction_changes_nothing_and_says_so():
     env = FrozenLake(FrozenLakeOptions(invalid_penalty=0.25))
     before, _ = env.reset(1)
