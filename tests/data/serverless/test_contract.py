@@ -148,11 +148,11 @@ def test_a_call_with_the_wrong_arguments_says_so(place):
 
 def test_a_function_that_hangs_is_cut_and_the_next_call_is_served(place):
     async def work(function):
-        with pytest.raises(FunctionTimeout, match=r"it: .*did not answer within 0\.5 s"):
-            await function.call(30)
+        with pytest.raises(FunctionTimeout, match=r"it: .*did not answer within 3 s"):
+            await function.call(60)
         assert await function.call(0) == 0
 
-    policy = CallPolicy(timeout_s=0.5)
+    policy = CallPolicy(timeout_s=3)  # at some places a cold start counts, too
     warm = CallPolicy(timeout_s=10)
     assert call(place, "echo", 1, policy=warm) == 1
     using(place, "slow", work, policy=policy, max_concurrency=1)
