@@ -83,10 +83,13 @@ class Parts:
     def specs(self, config: Config) -> dict[str, TaskSpec]:
         """The tasks of a config, with rewards that can be called. Raises ConfigError."""
         from rollart.data.serverless.registry import check_urls
+        from rollart.exporter import parse
         from rollart.tasks import registry
 
         found = registry.specs(config)
         check_urls(config)
+        if config.log.prometheus:
+            parse(config.log.prometheus)
         return found
 
     def describe(self) -> list[TaskInfo]:

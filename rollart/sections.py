@@ -206,15 +206,15 @@ class ServerlessConfig(Section, frozen=True, kw_only=True):
     """Longest that a trajectory waits for its reward, queue and tries included."""
     max_attempts: Count = 5
     """Deliveries of one call when the endpoint fails. What the function itself raises is never tried again."""
-    backoff_s: Positive = 0.2
-    max_backoff_s: Positive = 10.0
+    backoff_s: Annotated[float, Meta(gt=0, le=3600)] = 0.2
+    max_backoff_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     hedge: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """A second delivery once a call takes longer than this share of the others, such as 0.95; 0: never."""
     batch: Count = 1
     """Calls that travel together."""
     batch_wait_s: NonNegative = 0.005
     """Longest that a call waits for others to travel with."""
-    max_payload_bytes: Count = 6_000_000
+    max_payload_bytes: Annotated[int, Meta(ge=1000)] = 6_000_000
     """Default: what AWS Lambda takes."""
     breaker_failures: Count = 5
     """Failures in a row after which an endpoint is left alone for `breaker_s`; calls wait, or take the fallback."""

@@ -116,6 +116,9 @@ class RemoteReward(LivingWorkers):
             with contextlib.suppress(WorkerError, TimeoutError):
                 async with asyncio.timeout(TELL_TIMEOUT_S):  # whoever asks shows it, and does other things too
                     self._told[worker.name] = await worker.call("usage", returns=dict[str, Usage])
+        for name in self._told.keys() - {worker.name for worker in self._workers}:
+            for usage in self._told[name].values():
+                usage.processes = 0
         names = {name for parts in self._told.values() for name in parts}
         return {name: merged(parts[name] for parts in self._told.values() if name in parts) for name in sorted(names)}
 

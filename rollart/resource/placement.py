@@ -135,7 +135,7 @@ def _nodes(
             has = "; ".join(f"{node.name}: {_what(node.devices)}" for node in nodes)
             raise ConfigError(
                 f"{key}: no node has a device of class {device_class!r} ({has}); to emulate the class on CPU, "
-                'set device = "cpu"'
+                f'set {key}.device = "cpu"'
             )
         return {known[0]: tuple(range(pool.count or 1))}
     return _take(key, pool.count, device_class, offered)

@@ -96,7 +96,8 @@ def reward_url(task: TaskConfig, name: str = "") -> str:
     target = url if not separator else rest if scheme in OF_MODULES else ""
     if target and not target.partition(":")[0].endswith(".py"):
         function = load_object(target, f"tasks.{name}.reward")
-        if not callable(function):
+        makes_nothing = isinstance(function, type) and not any("__call__" in vars(base) for base in function.__mro__)
+        if not callable(function) or makes_nothing:
             raise ConfigError(f"tasks.{name}.reward: {url!r} is {function!r}, which cannot be called")
         _check_reward_options(function, url, task.reward_options, name)
     return url

@@ -13,6 +13,7 @@ Imports are few, as they are part of every cold start.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import resource
@@ -21,13 +22,15 @@ import socket
 import struct
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from rollart.data.serverless.handler import Handler, make_handler
 
 HEADER = struct.Struct("!Q")
+PR_SET_CHILD_SUBREAPER = 36
+"""So that what a function's process leaves behind stays below this one, and ends with it."""
 GRACE_S = 10.0
 """How long after a call's time limit the watchdog ends a process whose pool is gone."""
 
@@ -40,6 +43,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     first = decode(_read(connection))
     try:
         handler = _build(first)
@@ -74,7 +78,14 @@ def _serve(connection: socket.socket, handler: Handler) -> None:
 def _end_with(lifeline: int) -> None:
     """Wait until the pool is gone; then end this process and all that it started."""
     os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
+    _end()
+
+
+def _end() -> NoReturn:
+    from rollart.data.serverless.local import kill_tree  # not before: it would be part of every cold start
+
+    kill_tree(os.getpid())
+    os._exit(1)
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -87,7 +98,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         part = connection.recv(min(size - len(parts), 1 << 20))
         if not part:
-            os.killpg(0, signal.SIGKILL)
+            _end()
         parts += part
     return bytes(parts)
 

@@ -135,7 +135,7 @@ def _described(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     try:
         message = str(error)
-    except Exception:
+    except BaseException:
         message = "(its text cannot be shown)"
     trace = "".join(traceback.format_list(frames)) if frames else ""
     return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -43,6 +44,13 @@ class HttpEndpoint:
         self.media: Media = options.media
         self.concurrency = options.max_concurrency or CONCURRENCY
         self._url = url
+        try:
+            parts = urlsplit(url)
+            usable = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError as error:
+            raise ConfigError(f"serverless_url {url!r}: {error}") from error
+        if not usable or parts.username is not None:
+            raise ConfigError(f"serverless_url {url!r}: write it as https://host/path; a token goes into token_env")
         self._headers = {"Content-Type": f"application/{options.media}", "Accept": f"application/{options.media}"}
         if options.token_env:
             if not (token := os.environ.get(options.token_env)):

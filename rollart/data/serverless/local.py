@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+import psutil
 
 from rollart.data.serverless.endpoint import REPLY_BYTES, Answer, Capacity, EndpointOptions, Media
 from rollart.errors import EndpointError, FunctionError, FunctionTimeout
@@ -255,8 +256,7 @@ class _Process:
         """End it with all that it started. No capacity any more, from this moment on."""
         self.alive = False
         self.rest()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_tree(self._process.pid)
 
     async def _watch(self, died: Callable[[_Process], None]) -> None:
         await self._process.wait()
@@ -268,6 +268,19 @@ class _Process:
     async def _last_words(self) -> str:
         code = await self._process.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def kill_tree(pid: int) -> None:
+    """End a process' group and all its descendants, whatever session they have made for themselves.
+
+    It is a subreaper (`child.py`), so what lost its parent is among them.
+    """
+    with contextlib.suppress(psutil.Error):
+        for descendant in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _path_of_this_package() -> str:

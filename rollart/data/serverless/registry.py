@@ -22,6 +22,8 @@ from collections.abc import Coroutine
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from rollart.checks import not_a_choice
 from rollart.config import Config, serverless_of
 from rollart.data.serverless.endpoint import Endpoint, EndpointOptions
@@ -30,6 +32,7 @@ from rollart.data.targets import named
 from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
 from rollart.imports import load_object
+from rollart.sections import ServerlessConfig
 from rollart.tasks.registry import reward_url
 
 T = TypeVar("T")
@@ -65,10 +68,22 @@ def check_url(url: str, key: str) -> str:
 def check_urls(config: Config) -> None:
     """Every URL of rewards and fallbacks in a config. Raises ConfigError."""
     for name, task in config.tasks.items():
+        table = serverless_of(config, name)
         if url := reward_url(task, name):
-            check_url(url, f"tasks.{name}.reward")
-        if fallback := serverless_of(config, name).fallback:
-            check_url(fallback, f"serverless.{name}.fallback")
+            _check_place(check_url(url, f"tasks.{name}.reward"), f"tasks.{name}.reward", table)
+        if table.fallback:
+            fallback = check_url(table.fallback, f"serverless.{name}.fallback")
+            reward_url(replace(task, reward=fallback), name)
+            _check_place(fallback, f"serverless.{name}.fallback", table)
+
+
+def _check_place(url: str, key: str, table: ServerlessConfig) -> None:
+    """An endpoint of somebody else's machines is built as a run would build it, which sends nothing."""
+    if url.partition("://")[0] not in OF_MODULES:
+        try:
+            open_endpoint(url, EndpointOptions(media=table.media, token_env=table.token_env))
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
 
 
 def open_endpoint(url: str, options: EndpointOptions | None = None) -> Endpoint:

@@ -214,3 +214,49 @@ def test_a_reply_that_would_fill_the_memory_is_not_read():
         assert len(await function.call(1)) == 1 << 20
 
     run("long_text", work, max_concurrency=1)
+
+
+def test_daemons_that_a_call_left_end_with_its_process(tmp_path):
+    path = tmp_path / "pids"
+
+    async def work(pool, function):
+        assert await function.call(str(path)) == 1
+        pids = [int(pid) for pid in path.read_text().split()]
+        assert all(map(is_alive, pids))
+        await until(lambda: not any(map(is_alive, pids)))
+
+    run("with_daemons", work, idle_s=0.5)
+
+
+def test_daemons_end_with_a_pool_that_is_killed(tmp_path):
+    path = tmp_path / "pids"
+    program = f"""
+import asyncio
+from rollart.data.serverless.endpoint import EndpointOptions
+from rollart.data.serverless.function import Function
+from rollart.data.serverless.local import LocalPool
+async def main():
+    pool = LocalPool("local://{MODULE}:with_daemons", EndpointOptions())
+    await Function("it", pool).call({str(path)!r})
+    print("called", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as pool:
+        assert pool.stdout.readline().strip() == "called"
+        pids = [int(pid) for pid in path.read_text().split()]
+        assert all(map(is_alive, pids))
+        pool.kill()
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+
+
+def test_an_exception_whose_text_ends_the_interpreter_is_told_all_the_same():
+    async def work(pool, function):
+        with pytest.raises(FunctionError, match=r"it: Ugly: \(its text cannot be shown\)"):
+            await function.call()
+        assert function.usage().tries == 1
+
+    run("ugly", work)

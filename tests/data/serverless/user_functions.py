@@ -146,3 +146,28 @@ def flaky(path, number):
 
 def long_text(megabytes):
     return "x" * (megabytes << 20)
+
+
+def with_daemons(path):
+    """Starts one process in a session of its own, and one that has lost its parent besides."""
+    sleep = "import time; time.sleep(600)"
+    daemon = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+    command = f"[sys.executable, '-c', {sleep!r}], stdout=subprocess.DEVNULL, start_new_session=True"
+    orphan = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
+    lost = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, check=True)
+    with open(path, "w") as file:
+        file.write(f"{daemon.pid} {lost.stdout.strip()} {os.getpid()}")
+    return 1
+
+
+class Ugly(Exception):
+    def __str__(self):
+        sys.exit(1)
+
+
+def ugly():
+    raise Ugly
+
+
+class Uncallable:
+    pass
