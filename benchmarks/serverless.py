@@ -86,7 +86,8 @@ async def cold_ms(num_starts: int) -> float:
 async def over_http(num_calls: int) -> float:
     """Median milliseconds over `rollart serve-reward` on loopback."""
     command = [sys.executable, "-m", "rollart", "serve-reward", NOTHING, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220 - nothing else runs
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, **pipes) as server:  # noqa: ASYNC220 - nothing else runs
         assert server.stdout is not None
         try:
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
@@ -184,7 +185,7 @@ async def measured(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]
     }
     summary = {"local_warm_ms": local, **{name: await call() for name, call in calls.items()}}
     summary |= {"burst_lost": float(lost), "burst_s": burst_s, "burst_mib": burst_mib}
-    rows, of_steps = await steps(1 if quick else 3, 1.5 if quick else 12.0, 4 if quick else 24)
+    rows, of_steps = await steps(1 if quick else 3, 1.5 if quick else 21.0, 4 if quick else 40)
     return rows, summary | of_steps
 
 

@@ -181,7 +181,8 @@ def _listener(settings: Settings, token: str) -> socket.socket:
             "set one in an environment variable and name it: --token-env REWARD_TOKEN"
         )
     family, _, _, _, address = found[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With its protocol named: asyncio sends small answers at once (TCP_NODELAY) where it knows that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
