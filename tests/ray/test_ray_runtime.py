@@ -78,9 +78,11 @@ def test_devices_that_another_program_holds_are_not_taken_and_the_error_says_so(
         impatient = RayRuntime(tmp_path, place_timeout_s=1.0)
         with pytest.raises(ResourceError, match=r"second.*no room for .'H800': 1.0. on node train"):
             await impatient.spawn("second", TARGET, {"factor": 3}, on("train", "H800", 0))
-        await runtime.shutdown()
-        await impatient.spawn("second", TARGET, {"factor": 3}, on("train", "H800", 0))
         await impatient.shutdown()
+        await runtime.shutdown()
+        patient = RayRuntime(tmp_path, place_timeout_s=60.0)  # Ray takes a moment to give the place back
+        await patient.spawn("second", TARGET, {"factor": 3}, on("train", "H800", 0))
+        await patient.shutdown()
 
     asyncio.run(scenario())
 
