@@ -52,14 +52,15 @@ def serving(*replies: Reply | Callable[[dict[str, Any]], Reply]) -> Iterator[End
                 "content-length": str(len(data)),
             }.items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # who asked may have given up
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *args: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+        server.daemon_threads = False  # so that closing waits for them, and no connection is left open
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}/v1")
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
