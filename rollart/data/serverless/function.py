@@ -70,6 +70,7 @@ class Function:
         self._gate = Gate(Limit(endpoint.concurrency, start))
         self._known: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
         self._open: _Batch | None = None
+        self._last: EndpointError | None = None
         self._codec = msgspec.json if endpoint.media == "json" else msgspec.msgpack
 
     async def call(self, *args: Any, key: str = "", **kwargs: Any) -> Any:
@@ -317,8 +318,7 @@ class Function:
         return self._usage.quantile(self.policy.hedge)
 
     def _last_fault(self) -> str:
-        last = getattr(self, "_last", None)
-        return f"; the last failure: {last}" if last is not None else ""
+        return f"; the last failure: {self._last}" if self._last is not None else ""
 
 
 def _looked_at(task: asyncio.Task[Any]) -> None:

@@ -138,10 +138,12 @@ class LocalPool:
 
     def _grow(self) -> None:
         """Start processes for those who wait, up to the limit."""
-        waiting = sum(not future.done() for future in self._waiting)
         alive = sum(process.alive for process in self._processes)
-        wanted = min(waiting - len(self._starting), self.concurrency - alive - len(self._starting))
-        for _ in range(0 if self._closed else wanted):
+        room = self.concurrency - alive - len(self._starting)
+        if self._closed or room <= 0:
+            return  # before counting who waits, as a burst may be long
+        waiting = sum(not future.done() for future in self._waiting)
+        for _ in range(min(waiting - len(self._starting), room)):
             task = asyncio.create_task(self._start(), name=f"start {self._target}")
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
@@ -254,13 +256,18 @@ class _Process:
 
     def kill(self) -> None:
         """End it with all that it started. No capacity any more, from this moment on."""
+        if self.alive:
+            self._over()
+            kill_tree(self._process.pid)
+
+    def _over(self) -> None:
         self.alive = False
         self.rest()
-        kill_tree(self._process.pid)
 
     async def _watch(self, died: Callable[[_Process], None]) -> None:
         await self._process.wait()
-        self.kill()  # what it started may live on
+        self._over()
+        kill_group(self._process.pid)  # what it started may live on; its own number may be another's by now
         os.close(self._lifeline)
         self._writer.close()
         died(self)
@@ -279,6 +286,11 @@ def kill_tree(pid: int) -> None:
         for descendant in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
+    kill_group(pid)
+
+
+def kill_group(pid: int) -> None:
+    """End what is left of a process' group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -33,7 +33,7 @@ from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
 from rollart.imports import load_object
 from rollart.sections import ServerlessConfig
-from rollart.tasks.registry import reward_url
+from rollart.tasks.registry import OF_MODULES, reward_url
 
 T = TypeVar("T")
 
@@ -47,8 +47,6 @@ SCHEMES = {
     "fc": "rollart.data.serverless.fc:FunctionComputeEndpoint",
     "ray": "rollart.data.serverless.ray_tasks:RayEndpoint",
 }
-OF_MODULES = ("local", "thread", "ray")
-"""Schemes whose URL names an object of a Python module."""
 
 
 def check_url(url: str, key: str) -> str:
