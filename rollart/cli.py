@@ -1,4 +1,4 @@
-"""The command line: `rollart train | check | pools | eval | tasks | serve-reward | package-reward`.
+"""The command line: `rollart train | check | pools | eval | tasks | simulate | serve-reward | package-reward`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -41,6 +41,7 @@ examples:
   rollart pools configs/default.toml                       which devices there are and which run holds them
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
   rollart tasks frozenlake                                 what a task does and its options
+  rollart simulate configs/paper.toml schedule=areal       the same control plane on a modelled cluster, in minutes
   rollart serve-reward rewards:score                       a function as an HTTP service
   rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
 
@@ -56,6 +57,11 @@ process of the function.
   curl -H 'Content-Type: application/json' -d '{"args": [1, 2]}' http://127.0.0.1:8000/
 
 /health, /ready and /openapi.json say the rest; serverless_url = "http://127.0.0.1:8000" in a config calls it."""
+SIMULATING = """\
+Runs the control plane of `rollart train` under a virtual clock: engines, environments, rewards and the trainer are models
+of the devices in [pools] and of the workload in [simulate] profile. Prints step time and where it goes, throughput,
+utilisation, waits, staleness, lost work, cost, and the share of what is possible. The same config gives the same result.
+--trace opens in https://ui.perfetto.dev or chrome://tracing. docs/simulate.md says what the models are."""
 PACKAGING = """\
 Writes a folder with the function's own modules, its handler, requirements.txt, the platform's manifest and a README.txt
 that says what was assumed, then prints the next command. Nothing is sent anywhere.
@@ -110,6 +116,12 @@ class Parts:
         from rollart import workers
 
         return workers.view(config, repair)
+
+    def simulate(self, config: Config, trace: Path | None, json: Path | None) -> str:
+        """Run a config on a modelled cluster; what came out, as text. Raises RollartError."""
+        from rollart import simulator
+
+        return simulator.run(config, trace, json)
 
     def serve(self, settings: Settings) -> int:
         """Serve a function over HTTP until a signal; the exit code. Raises ConfigError."""
@@ -204,6 +216,9 @@ def _run(argv: list[str], parts: Parts) -> int:
         return _evaluate(parts, options)
     if options.command == "tasks":
         return _tasks(parts, options.name)
+    if options.command == "simulate":
+        print(parts.simulate(_load(words), options.trace, options.json))
+        return 0
     return _serve(parts, options) if options.command == "serve-reward" else _package(parts, options)
 
 
@@ -252,6 +267,10 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     evaluate.add_argument("--checkpoint", metavar="STEP", type=_count, help="its step (default: the newest)")
     tasks = command("tasks", "list tasks and their options", "Your own: env = 'module:Class' in [tasks.NAME].")
     tasks.add_argument("name", metavar="NAME", nargs="?", help="only this task")
+    simulate = command("simulate", "run a config on a modelled cluster, in virtual time", SIMULATING)
+    simulate.add_argument("words", **config_words)  # type: ignore[arg-type]
+    simulate.add_argument("--trace", metavar="FILE", type=Path, help="write a timeline for the Perfetto trace viewer")
+    simulate.add_argument("--json", metavar="FILE", type=Path, help="write the result as JSON")
     _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
     _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands

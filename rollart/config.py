@@ -34,6 +34,7 @@ from rollart.sections import (
     RolloutConfig,
     Section,
     ServerlessConfig,
+    SimulateConfig,
     TaskConfig,
     TrainConfig,
     WeightsConfig,
@@ -68,6 +69,8 @@ class Config(Section, frozen=True, kw_only=True):
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    simulate: SimulateConfig | None = None
+    """Read by `rollart simulate` and `rollart plan`; training does not look at it."""
 
     @property
     def plan(self) -> Schedule:

@@ -143,6 +143,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept."""
+    asynchronous: bool = True
+    """Weights are published and read ahead while the rollout goes on; otherwise while it is suspended."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):
@@ -228,6 +230,35 @@ class ServerlessConfig(Section, frozen=True, kw_only=True):
     price_per_call: NonNegative = 0.0
     price_per_second: NonNegative = 0.0
     """Of billed time; both add up to the cost in summary.json."""
+
+
+class FaultConfig(Section, frozen=True, kw_only=True):
+    """One entry of `simulate.faults`: something breaks at a moment of virtual time."""
+
+    at_s: NonNegative
+    pool: str = ""
+    """All nodes of this pool go."""
+    node: str = ""
+    """This node goes; a pool's nodes are POOL-0, POOL-1 and so on, each with `devices_per_node` devices."""
+    worker: str = ""
+    """This worker's process dies, such as inference-3; its devices stay."""
+
+
+class SimulateConfig(Section, frozen=True, kw_only=True):
+    """`[simulate]`: what `rollart simulate` and `rollart plan` put in the place of real work."""
+
+    model: str = "Qwen3-8B"
+    """Qwen3-8B, Qwen3-14B, Qwen3-32B, Qwen3-30B-A3B, or a folder or file with a Hugging Face config.json."""
+    profile: str = "paper"
+    """Workload and efficiencies: paper, or a file as `rollart profile RUN` writes it."""
+    tasks: dict[str, str] = field(default_factory=dict)
+    """Task -> its name in the profile; default: its own."""
+    warmup_steps: Whole = 1
+    """First steps that are not measured, while the buffer fills."""
+    prefill: str = ""
+    """Device class that only prefills for the others; "": every engine does both."""
+    devices_per_node: Count = 8
+    faults: list[FaultConfig] = field(default_factory=list)
 
 
 class LogConfig(Section, frozen=True, kw_only=True):

@@ -293,13 +293,14 @@ async def started(
     weights: Mapping[str, Any],
     train: bool,
     say: Callable[[str], None],
+    runtime: Runtime | None = None,
 ) -> AsyncIterator[Workers]:
     """Place and start all workers of a run, at once; end them and give their devices back on every way out.
 
-    Raises ConfigError or ResourceError before anything starts, then whatever a worker's construction raised.
+    `runtime`: default that of the config. Raises ConfigError or ResourceError before anything starts, then whatever a worker's construction raised.
     """
     async with contextlib.AsyncExitStack() as stack:
-        runtime = open_runtime(config.runtime, logs)
+        runtime = runtime or open_runtime(config.runtime, logs)
         stack.push_async_callback(_shielded, runtime.shutdown)
         settings = config.resources
         placement = place(config, await runtime.nodes(), _roles(specs, train))

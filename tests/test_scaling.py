@@ -16,7 +16,7 @@ from rollart.types import EngineStats, EnvironmentCost
 from rollart.workers import started
 from tests.e2e.laboratory import SMALL
 from tests.fakes import FakeWorker
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 
 class FakeFleet:

@@ -105,6 +105,7 @@ class TrainingLoop:
         self._training: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._saved_step = start_step
+        self._published: int | None = None
         self._evaluated_step: int | None = None
         self._stop = asyncio.Event()
         self._step_began = 0.0
@@ -184,14 +185,15 @@ class TrainingLoop:
         self._training = self._spawn(self._train(batch))
 
     async def _train(self, batch: Batch) -> None:
-        """train_step, then publish its weights and let the workers read them ahead."""
+        """train_step, then publish its weights and let the workers read them ahead, unless that is to wait."""
         step, canary = self.step + 1, self.canary
         self._ledger.trained(batch, self.step)
         report = await self._train_step(TrainBatch(step, self.step, batch.groups))
         self._scheduler.trained(batch)
-        with self._ledger.wait("weights"):
-            await self._trainer.publish(step)
-            await self._proxy.prefetch(step)
+        if self._config.weights.asynchronous:
+            await self._publish(step)
+            with self._ledger.wait("weights"):
+                await self._proxy.prefetch(step)
         self.step = step
         now = asyncio.get_running_loop().time()
         seconds, self._step_began = now - self._step_began, now
@@ -223,6 +225,7 @@ class TrainingLoop:
         """Suspend, update, end what is too old, resume; then the canary."""
         with self._ledger.wait("suspended"):
             await self._proxy.suspend()
+        await self._publish(self.step)
         with self._ledger.wait("weights"):
             await self._proxy.update(self.step)
         self._scheduler.updated(self.step)
@@ -230,6 +233,13 @@ class TrainingLoop:
             await self._proxy.resume()
         with self._ledger.wait("weights"):
             await self._check_canary()
+
+    async def _publish(self, version: int) -> None:
+        """Write the trainer's weights to the store, unless they are there."""
+        if self._published != version:
+            with self._ledger.wait("weights"):
+                await self._trainer.publish(version)
+            self._published = version
 
     async def _check_canary(self) -> None:
         """Workers and trainer must give the same log-probabilities. Raises WeightsError."""
@@ -259,8 +269,6 @@ class TrainingLoop:
     async def _begin(self) -> None:
         """Before step 1: same parameters on both sides, same weights, first evaluation, first admissions."""
         check_parameters(await self._trainer.parameters(), await self._proxy.parameters())
-        with self._ledger.wait("weights"):
-            await self._trainer.publish(self.step)
         await self._load_weights()
         self._step_began = asyncio.get_running_loop().time()
         self._launch_evaluation()

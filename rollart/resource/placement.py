@@ -126,9 +126,9 @@ def _nodes(
         for node in pool.nodes:
             if node not in known:
                 raise ConfigError(f"{key}.nodes: no node {node!r}{nearest(node, known)}")
-        return {node: _ids(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
+        return {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
     if pool.ids:
-        return {known[0]: _ids(f"{key}.ids", pool.ids)}
+        return {known[0]: indices(f"{key}.ids", pool.ids)}
     offered = {node.name: node.devices.get(device_class, 0) for node in nodes}
     if not any(offered.values()):
         if device == "cuda":
@@ -153,10 +153,10 @@ def _take(key: str, count: int, device_class: str, offered: Mapping[str, int]) -
     return taken
 
 
-def _ids(key: str, text: str) -> tuple[int, ...]:
+def indices(key: str, text: str) -> tuple[int, ...]:
     """Indices of a text such as "0-3,6".
 
-    >>> _ids("", "0-3,6")
+    >>> indices("", "0-3,6")
     (0, 1, 2, 3, 6)
     """
     found: list[int] = []
@@ -190,7 +190,7 @@ def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wante
     if role == "rollout":
         shards = limits(config).shards
         names = classes * shards if shards > 1 else []
-    if role == "actor_train" and len(names) != 1:
+    if role == "actor_train" and config.trainer == "embedded" and len(names) != 1:
         raise ConfigError(f"roles.actor_train.workers: {len(names)}, but the embedded trainer is one process; take 1")
     devices = settings.devices if settings else 1
     return [Wanted(f"{WORKER_NAMES[role]}-{number}", role, name, devices) for number, name in enumerate(names)]

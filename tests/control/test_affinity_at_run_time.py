@@ -16,7 +16,7 @@ from rollart.resource.classes import CLASSES
 from rollart.resource.routing import Router
 from rollart.types import GenRequest, Sampling
 from tests.control.paced import PacedEngine
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 TURNS = {"explore": 5, "solve": 1}
 OBSERVATION = {"explore": 200, "solve": 60}

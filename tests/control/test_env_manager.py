@@ -13,7 +13,7 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.errors import RewardError
 from rollart.types import EnvReply, GroupSpec, Sampling, TaskSpec, Trajectory
 from tests.fakes import FakeEnv, FakeInference, FakeRenderer, FakeReward, FakeStore
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 SPEC = GroupSpec(0, "maze", 7)
 

@@ -6,7 +6,7 @@ from rollart.control.group_scores import GroupScores
 from rollart.errors import RewardError
 from rollart.types import RewardRequest, TaskSpec
 from tests.fakes import FakeEnv, FakeReward, FakeRun
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 
 class Judge:

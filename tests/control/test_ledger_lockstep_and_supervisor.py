@@ -13,7 +13,7 @@ from rollart.control.supervisor import Supervisor
 from rollart.errors import RolloutError, WorkerDied
 from rollart.types import EngineStats, Group, GroupSpec, Trajectory, Turn
 from tests.fakes import FakeWorker
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 
 def test_every_second_of_waiting_is_attributed_to_the_stages_that_ran() -> None:

@@ -8,7 +8,7 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.errors import GenerationError, WeightsError
 from rollart.types import GenRequest, Sampling
 from tests.fakes import FakeInference, FakeStore
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 
 def request(name: str, trajectory_id: str = "") -> GenRequest:

@@ -8,7 +8,7 @@ import pytest
 from rollart.control.sample_buffer import Batch, ReadyGroups, SampleBuffer, start_version
 from rollart.control.staleness import Staleness
 from rollart.types import Group, GroupSpec, Trajectory, Turn
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 
 def group(index: int, *versions: int) -> Group:

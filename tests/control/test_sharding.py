@@ -12,7 +12,7 @@ import pytest
 
 from rollart.errors import RolloutError
 from tests.fakes import FakeEnv, FakeRun, FakeShard, share
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 SCHEDULES = ["sync_plus", "one_off", "areal", "rollart"]
 

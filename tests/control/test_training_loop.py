@@ -11,7 +11,7 @@ import pytest
 from rollart.errors import RolloutError, WeightsError, WorkerDied
 from rollart.types import HELD_OUT, ParameterInfo, TaskSpec
 from tests.fakes import FakeEnv, FakeReward, FakeRun, share
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 ALL = ["sync", "sync_plus", "one_off", "areal", "rollart"]
 OVERLAPPING = ["one_off", "areal", "rollart"]
