@@ -54,8 +54,12 @@ EVER_S = 1e12
 OnStep = Callable[[int, float], None]
 
 
-def simulate(config: Config, timeline: Timeline | None = None, on_step: OnStep | None = None) -> Simulation:
+def simulate(
+    config: Config, timeline: Timeline | None = None, on_step: OnStep | None = None, profile: Profile | None = None
+) -> Simulation:
     """Run `config.steps` steps in virtual time; `on_step` hears (steps done, seconds of the last one).
+
+    `profile`: default that of `simulate.profile`.
 
     Raises ConfigError for a task, model or device class that is not known, and whatever ends a real run.
     """
@@ -64,7 +68,7 @@ def simulate(config: Config, timeline: Timeline | None = None, on_step: OnStep |
         raise ConfigError(
             f"simulate.warmup_steps: {settings.warmup_steps} of {config.steps} steps leave none to measure; raise steps"
         )
-    profile = load_profile(settings.profile)
+    profile = profile or load_profile(settings.profile)
     tasks = profiles_of(config, profile)
     run = _Run(_without_the_rest(config), profile, tasks, timeline, on_step)
     return run_virtual(run.to_the_end())

@@ -1,0 +1,57 @@
+"""All experiments of the paper, two at a time: tables, benchmarks/paper/results.json, and figures in benchmarks/out/."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from common import HERE, Row, Settings, add_settings, chosen, environment, figure, flat
+from report import publish
+
+EXPERIMENTS = (
+    "ladder",
+    "scaling",
+    "affinity",
+    "latency",
+    "rewards",
+    "staleness",
+    "redundancy",
+    "disaggregation",
+    "weights",
+)
+
+
+def _run(name: str, settings: Settings) -> tuple[str, list[Row], float]:
+    began = time.monotonic()
+    rows: list[Row] = importlib.import_module(name).experiment(settings)
+    return name, rows, time.monotonic() - began
+
+
+def main() -> None:
+    """Run them, print and write."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--json", type=Path, default=HERE / "results.json")
+    options.add_argument("--figures", type=Path, default=HERE.parent / "out" / "paper")
+    options.add_argument("--only", type=lambda text: text.split(","), default=list(EXPERIMENTS), metavar="A,B")
+    options.add_argument("--jobs", type=int, default=os.cpu_count())
+    add_settings(options)
+    arguments = options.parse_args()
+    settings = chosen(arguments)
+    found: dict[str, list[Row]] = {}
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for name, rows, seconds in pool.map(_run, arguments.only, [settings] * len(arguments.only)):
+            found[name] = rows
+            publish(f"paper/{name}", [flat(row) for row in rows], {"seconds_to_simulate": seconds})
+            figure(name, rows, arguments.figures / f"{name}.png")
+    arguments.json.write_text(json.dumps(found | {"_": environment()}, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {arguments.json} and {arguments.figures}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
