@@ -7,6 +7,7 @@
 #   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
+#   make paper                     the paper's experiments, simulated, into benchmarks/paper/results.json
 #
 # PYTHON=/path/to/python3.12 chooses another interpreter, VENV=/path another place for the environment.
 
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 # One thread per process: rollout and training share the cores, and more threads than cores only thrash.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-ray test-fuzz lint bench env env-ray
+.PHONY: help train test test-ray test-fuzz lint bench paper env env-ray
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -51,6 +52,10 @@ bench: env
 	    echo "benchmarks/$$name.py"; \
 	    $(BIN)/python benchmarks/$$name.py --quick --json benchmarks/out/$$name.json $(ARGS); \
 	done
+
+paper: env
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[paper]'
+	$(BIN)/python benchmarks/paper/all.py $(ARGS)
 
 # The stamp is written last, so that an installation that was interrupted is begun again.
 env: $(VENV)/.installed
