@@ -1,4 +1,4 @@
-"""The command line: `rollart train | check | pools | eval | tasks | simulate | serve-reward | package-reward`.
+"""The command line: `rollart train | check | pools | eval | tasks | simulate | plan | serve-reward | package-reward`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollart import __version__
 from rollart.errors import ConfigError, RollartError, RunFolderError
+from rollart.plan_command import add_options
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rollart.config import Config
     from rollart.data.serverless.package import Order
     from rollart.data.serverless.server import Settings
+    from rollart.plan_command import Order as PlanOrder
     from rollart.resource.placement import Placement
     from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import TaskInfo
@@ -42,6 +44,7 @@ examples:
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
   rollart tasks frozenlake                                 what a task does and its options
   rollart simulate configs/paper.toml schedule=areal       the same control plane on a modelled cluster, in minutes
+  rollart plan configs/paper.toml --trials 60              what would be faster at the same cost, and why
   rollart serve-reward rewards:score                       a function as an HTTP service
   rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
 
@@ -62,6 +65,12 @@ Runs the control plane of `rollart train` under a virtual clock: engines, enviro
 of the devices in [pools] and of the workload in [simulate] profile. Prints step time and where it goes, throughput,
 utilisation, waits, staleness, lost work, cost, and the share of what is possible. The same config gives the same result.
 --trace opens in https://ui.perfetto.dev or chrome://tracing. docs/simulate.md says what the models are."""
+PLANNING = """\
+Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies, first in short, then the
+best ones for as many steps as the config says, and prints the best with what they change and why they gain. The best is
+written as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
+config cost an hour, and its alpha is at most the config's own. Ctrl-C ends the search with the best so far.
+docs/plan.md says more."""
 PACKAGING = """\
 Writes a folder with the function's own modules, its handler, requirements.txt, the platform's manifest and a README.txt
 that says what was assumed, then prints the next command. Nothing is sent anywhere.
@@ -122,6 +131,13 @@ class Parts:
         from rollart import simulator
 
         return simulator.run(config, trace, json)
+
+    def plan(self, config: Config, order: PlanOrder) -> tuple[str, bool]:
+        """Search for better plans and write the best; the report, and whether it was cut short. Raises RollartError."""
+        from rollart import planner
+
+        found = planner.run(config, order)
+        return planner.told(found, order.out), found.interrupted
 
     def serve(self, settings: Settings) -> int:
         """Serve a function over HTTP until a signal; the exit code. Raises ConfigError."""
@@ -219,6 +235,8 @@ def _run(argv: list[str], parts: Parts) -> int:
     if options.command == "simulate":
         print(parts.simulate(_load(words), options.trace, options.json))
         return 0
+    if options.command == "plan":
+        return _plan(parts, options, words)
     return _serve(parts, options) if options.command == "serve-reward" else _package(parts, options)
 
 
@@ -271,6 +289,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     simulate.add_argument("words", **config_words)  # type: ignore[arg-type]
     simulate.add_argument("--trace", metavar="FILE", type=Path, help="write a timeline for the Perfetto trace viewer")
     simulate.add_argument("--json", metavar="FILE", type=Path, help="write the result as JSON")
+    add_options(command("plan", "search for a better plan of pools and policies", PLANNING), config_words)
     _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
     _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands
@@ -399,6 +418,15 @@ def _tasks(parts: Parts, name: str | None) -> int:
         raise ConfigError(f"{name!r} is not a task{nearest(name, names)}")
     print("\n\n".join(described(task) for task in known if name in (None, task.name)))
     return 0
+
+
+def _plan(parts: Parts, options: argparse.Namespace, words: list[str]) -> int:
+    from rollart.plan_command import order
+
+    config = _load(words)
+    text, interrupted = parts.plan(config, order(options, words[0]))
+    print(text)
+    return 130 if interrupted else 0
 
 
 def _serve(parts: Parts, options: argparse.Namespace) -> int:

@@ -1,0 +1,350 @@
+"""`rollart plan`: the search for a plan that trains more tokens per second, or for less money, than a config.
+
+    explore   short simulations: a coarse grid around the config, then, round by round, what several improvements give
+              together, and the neighbours of the best so far
+    halve     twice as many steps for the better half, until the best have been simulated as long as the config says
+              (successive halving: Karnin, Koren and Somekh, ICML 2013; Jamieson and Talwalkar, AISTATS 2016)
+
+All simulations have the config's seed, so that plans are compared on the same tasks (common random numbers). A plan
+that cannot be simulated, because the model does not fit or devices are lacking, is counted by its reason and left out.
+
+Invariant: the same config, allowance and number of trials give the same plans, however many processes simulate; a plan
+with a greater alpha than the config's comes only when it is allowed, and is marked. What this file leaves out: which
+plans there are (`plan_space.py`), the simulation (`simulator.py`) and the words (`plan_report.py`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from rollart import simulator
+from rollart.config import Config
+from rollart.errors import ConfigError, RollartError, RunFolderError, boundary
+from rollart.plan_choice import Choice, changes, configured
+from rollart.plan_command import Allowance, Objective, Order
+from rollart.plan_report import Plan, Plans, report, to_config, to_json
+from rollart.plan_space import Space
+from rollart.sections import SimulateConfig
+from rollart.simulation import Simulation
+
+Simulate = Callable[[Config], Simulation]
+Runner = Callable[[Sequence[Config]], Iterator[tuple[int, Simulation | str]]]
+"""Simulates configs; (index, result, or why there is none) as they end, in any order."""
+
+BEAM = 2
+"""Plans whose neighbours are tried in a round."""
+MERGED = 3
+"""Siblings whose improvements are tried together with the best one's."""
+SHORT = 2
+"""Measured steps of an exploring simulation."""
+WORTH = 0.005
+"""Gain of a round below which exploring ends."""
+WIDTH = 8
+"""Plans of a round at least; beyond it a quarter of the trials."""
+
+
+def run(config: Config, order: Order) -> Plans:
+    """Search, with progress on stderr, and write the files. Raises RollartError."""
+    for path in (order.out, order.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RunFolderError(f"{path}: there is no folder {path.parent}; make it first")
+    found = plan(
+        config,
+        _simulated,
+        order.allowed,
+        objective=order.objective,
+        trials=order.trials,
+        top=order.top,
+        jobs=order.jobs,
+        say=_tell,
+    )
+    return written(found, order)
+
+
+def written(found: Plans, order: Order) -> Plans:
+    """The files are written: the best as a config, if it is better than what was given, and all figures if wanted.
+
+    Raises RunFolderError.
+    """
+    if found.best is not None:
+        _write(order.out, to_config(found.best, found.given, order.source))
+    if order.json is not None:
+        _write(order.json, to_json(found))
+    return found
+
+
+def told(found: Plans, out: Path) -> str:
+    """What the command prints."""
+    text = report(found)
+    return text if found.best is None else f"{text}\n\n{out}: plan {found.plans.index(found.best) + 1} as a config"
+
+
+def plan(
+    config: Config,
+    simulate: Simulate,
+    allowed: Allowance | None = None,
+    *,
+    objective: Objective = "throughput",
+    trials: int = 100,
+    top: int = 5,
+    jobs: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plans:
+    """Search with about `trials` simulations and return the `top` best plans.
+
+    simulate: a function of a module, where `jobs` processes call it. say: hears a line per simulation. A
+    KeyboardInterrupt ends the search with what was found, if anything was. Raises ConfigError where the config cannot
+    be planned, or simulated itself.
+    """
+    space = Space(config, allowed or Allowance())
+    with _runner(simulate, jobs) as runner:
+        search = _Search(space, runner, objective, trials, top, say)
+        interrupted = False
+        try:
+            search.run()
+        except KeyboardInterrupt:
+            if not search.has_begun:
+                raise
+            interrupted = True
+    return search.plans(interrupted)
+
+
+class _Search:
+    """The two phases, and what is known: (choice, steps) -> simulation."""
+
+    def __init__(
+        self, space: Space, runner: Runner, objective: Objective, trials: int, top: int, say: Callable[[str], None]
+    ) -> None:
+        self._space, self._runner, self._objective, self._say = space, runner, objective, say
+        self._config, self._given = space.config, space.given
+        self._trials, self._num_done, self._top = trials, 0, top
+        self._results: dict[tuple[Choice, int], Simulation] = {}
+        self._impossible: dict[Choice, str] = {}
+        self._parents: dict[Choice, Choice] = {}
+        self._rungs = _rungs(self._config)
+        self._survivors = _survivors(len(self._rungs) - 1, top, trials)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._results)
+
+    def run(self) -> None:
+        """Explore, then halve. Raises ConfigError where the config itself cannot be simulated."""
+        short = self._rungs[0]
+        self._evaluate([self._given], short)
+        if failure := self._impossible.get(self._given):
+            raise ConfigError(f"the config cannot be simulated as it is: {failure}")
+        self._space.tags = _tags(self._config, self._results[self._given, short])
+        self._explore()
+        for before, steps, number in zip(self._rungs[:-1], self._rungs[1:], self._survivors, strict=True):
+            survivors = [choice for choice in self._ranked(before) if choice != self._given][:number]
+            self._evaluate([self._given, *survivors], steps)
+
+    def plans(self, interrupted: bool = False) -> Plans:
+        """What is known: of the longest simulations that any plan got, and the config as well."""
+        lengths = [steps for choice, steps in self._results if choice == self._given]
+        others = {steps for choice, steps in self._results if choice != self._given}
+        steps = max((length for length in lengths if length in others), default=max(lengths))
+        ranked = [choice for choice in self._ranked(steps) if choice != self._given]
+        return Plans(
+            given=self._plan(self._given, steps),
+            plans=[self._plan(choice, steps) for choice in ranked[: self._top]],
+            objective=self._objective,
+            trials=self._num_done,
+            budget=self._space.budget,
+            impossible=dict(Counter(self._impossible.values()).most_common()),
+            interrupted=interrupted,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- exploring
+    def _explore(self) -> None:
+        """Rounds of short simulations, as long as they gain and trials are left for the second phase."""
+        short, start = self._rungs[0], self._space.start()
+        frontier, best = self._space.grid(), 0.0
+        for each in frontier:
+            self._parents.setdefault(each, start or each)
+        while frontier and self._left() > 0:
+            self._evaluate(frontier[: self._left()], short)
+            ranked = self._ranked(short)
+            if (reached := self._gain(ranked[0], short)) <= best * (1 + WORTH):
+                return
+            best = reached
+            frontier = self._next(ranked)
+
+    def _left(self) -> int:
+        """Trials left for exploring; each rung simulates the config itself too."""
+        return self._trials - self._num_done - sum(number + 1 for number in self._survivors)
+
+    def _next(self, ranked: Sequence[Choice]) -> list[Choice]:
+        """What improvements give together, then neighbours of the best; none that was tried."""
+        found: list[Choice] = []
+        for best in ranked[:BEAM]:
+            found += self._merged(best, ranked)
+        for best in ranked[:BEAM]:
+            neighbours = self._space.neighbours(best)
+            for each in neighbours:
+                self._parents.setdefault(each, best)
+            found += neighbours
+        fresh = [each for each in dict.fromkeys(found) if not self._tried(each)]
+        return fresh[: max(WIDTH, self._trials // 4)]
+
+    def _merged(self, best: Choice, ranked: Sequence[Choice]) -> list[Choice]:
+        """The best of a family with the next best of it, and with the next, as long as these beat their parent too."""
+        short, parent, merged, found = self._rungs[0], self._parents.get(best, best), best, []
+        worth = self._gain(parent, short) if (parent, short) in self._results else 0.0
+        family = [each for each in ranked if self._parents.get(each) == parent and each not in (best, parent)]
+        for sibling in family[:MERGED]:
+            both = self._space.merged(parent, merged, sibling) if self._gain(sibling, short) > worth else None
+            if both is not None:
+                self._parents.setdefault(both, best)
+                found.append(both)
+                merged = both
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ simulating
+    def _evaluate(self, choices: Iterable[Choice], steps: int) -> None:
+        """Simulate those that were not yet, so long."""
+        configs: dict[Choice, Config] = {}
+        for each in choices:
+            if (each, steps) in self._results or each in self._impossible:
+                continue
+            try:
+                configs[each] = replace(configured(self._config, self._given, each), steps=steps)
+            except RollartError as error:
+                self._fail(each, str(error))
+        if not configs:
+            return
+        self._say(f"{len(configs)} plans for {steps} steps")
+        order = list(configs)
+        for index, result in self._runner(list(configs.values())):
+            self._num_done += 1
+            if isinstance(result, str):
+                self._fail(order[index], result)
+            else:
+                self._results[order[index], steps] = result
+                self._say(self._line(order[index], steps))
+
+    def _fail(self, choice: Choice, reason: str) -> None:
+        self._impossible[choice] = reason.partition("\n")[0]
+        self._say(f"[{self._num_done}/{self._trials}] impossible: {self._impossible[choice]}")
+
+    def _line(self, choice: Choice, steps: int) -> str:
+        gain = f"{self._gain(choice, steps):.3f}x, " if (self._given, steps) in self._results else ""
+        what = "; ".join(changes(self._given, choice)) or "the config as it is"
+        return f"[{self._num_done}/{self._trials}] {gain}{self._results[choice, steps].throughput:,.0f} tokens/s: {what}"
+
+    def _tried(self, choice: Choice) -> bool:
+        return choice in self._impossible or (choice, self._rungs[0]) in self._results
+
+    # --------------------------------------------------------------------------------------------------------- ranking
+    def _ranked(self, steps: int) -> list[Choice]:
+        """Best first; equal ones in an order that does not depend on who ended first."""
+        there = [choice for choice, length in self._results if length == steps]
+        return sorted(there, key=lambda choice: (-self._worth(choice, steps), repr(choice)))
+
+    def _worth(self, choice: Choice, steps: int) -> float:
+        """More is better."""
+        simulation = self._results[choice, steps]
+        if self._objective == "throughput":
+            return simulation.throughput
+        dear = simulation.cost_per_million_tokens
+        return 1 / dear if dear > 0 else 0.0
+
+    def _gain(self, choice: Choice, steps: int) -> float:
+        base = self._worth(self._given, steps)
+        return self._worth(choice, steps) / base if base else 0.0
+
+    def _plan(self, choice: Choice, steps: int) -> Plan:
+        config = configured(self._config, self._given, choice)
+        differs = choice.bound > self._config.effective_alpha
+        return Plan(choice, config, self._results[choice, steps], self._gain(choice, steps), differs)
+
+
+def _rungs(config: Config) -> list[int]:
+    """Steps of the short simulations, doubled up to the config's."""
+    warmup = (config.simulate or SimulateConfig()).warmup_steps
+    rungs, steps = [], warmup + SHORT
+    while steps < config.steps:
+        rungs.append(steps)
+        steps *= 2
+    return [*rungs, config.steps]
+
+
+def _survivors(rungs: int, top: int, trials: int) -> list[int]:
+    """Plans that reach each rung after the first, at most half of all trials together."""
+    share = max(1, trials // (2 * rungs) - 1) if rungs else 0
+    return [min(share, top * 2 ** (rungs - rung)) for rung in range(1, rungs + 1)]
+
+
+def _tags(config: Config, simulation: Simulation) -> list[str]:
+    """The task domains, those with the most prompt tokens per generated token first."""
+    sums: dict[str, tuple[float, float]] = {}
+    for task, means in simulation.trajectories.items():
+        tag = config.tasks[task].tag or task
+        prompt, response = sums.get(tag, (0.0, 0.0))
+        sums[tag] = prompt + means["prompt_tokens"], response + means["response_tokens"]
+    return sorted(sums, key=lambda tag: (-sums[tag][0] / max(1.0, sums[tag][1]), tag))
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+@contextmanager
+def _runner(simulate: Simulate, jobs: int) -> Iterator[Runner]:
+    """Simulates in this process, or in `jobs` others, which are gone when this ends."""
+    if jobs < 2:
+        yield lambda configs: ((index, attempt(simulate, config)) for index, config in enumerate(configs))
+        return
+    before = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
+    try:
+        yield lambda configs: _spread(executor, simulate, configs)
+    finally:
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+        executor.shutdown(cancel_futures=True)
+
+
+def _spread(
+    executor: ProcessPoolExecutor, simulate: Simulate, configs: Sequence[Config]
+) -> Iterator[tuple[int, Simulation | str]]:
+    futures: dict[Future[Simulation | str], int] = {
+        executor.submit(attempt, simulate, config): index for index, config in enumerate(configs)
+    }
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+def attempt(simulate: Simulate, config: Config) -> Simulation | str:
+    """A simulation, or why there is none. Of the module, so that another process finds it."""
+    try:
+        return simulate(config)
+    except RollartError as error:
+        return str(error)
+
+
+def _simulated(config: Config) -> Simulation:
+    """As `attempt`: of the module."""
+    return simulator.simulate(config)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches every process of a terminal; the one that searches decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _tell(line: str) -> None:
+    print(f"rollart: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _write(path: Path, text: str) -> None:
+    with boundary(RunFolderError, str(path)):
+        path.write_text(text, encoding="utf-8")
