@@ -80,6 +80,9 @@ that says what was assumed, then prints the next command. Nothing is sent anywhe
   fc                Alibaba Function Compute through Serverless Devs"""
 
 
+LEAST_MEMORY_BYTES = 64 << 20
+
+
 class Parts:
     """What the commands call, imported when it is called; tests hand in another."""
 
@@ -305,7 +308,7 @@ def _add_serving(serve: _Parser) -> None:
     add("--timeout-s", metavar="S", type=_seconds, default=60.0, help="of one call, then it is cut (default: 60)")
     add("--max-body-bytes", metavar="N", type=_count, default=6_000_000, help="of one call (default: 6000000)")
     add("--idle-s", metavar="S", type=_seconds, default=30.0, help="then a process without calls ends (default: 30)")
-    add("--memory-bytes", metavar="N", type=_count, default=0, help="of one process (default: no limit)")
+    add("--memory-bytes", metavar="N", type=_memory, default=0, help="of one process (default: no limit)")
 
 
 def _add_packaging(package: _Parser) -> None:
@@ -324,6 +327,14 @@ def _add_function(parser: _Parser) -> None:
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _memory(text: str) -> int:
+    if _count(text) < LEAST_MEMORY_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is too little for a Python process; take at least {LEAST_MEMORY_BYTES}"
+        )
     return int(text)
 
 
