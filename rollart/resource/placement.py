@@ -62,7 +62,8 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
-    wanted = [each for role in roles for each in _workers(config, specs, role)]
+    # The widest first: a worker of a whole node finds none once small ones are on every node.
+    wanted = sorted((each for role in roles for each in _workers(config, specs, role)), key=lambda it: -it.num_devices)
     for each in wanted:
         _bindable(pools, each)
     affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
