@@ -1,4 +1,4 @@
-"""The command line: `rollart train | check | pools | eval | tasks | serve-reward | package-reward`.
+"""The command line: `rollart train | check | pools | eval | tasks | profile | serve-reward | package-reward`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollart.config import Config
     from rollart.data.serverless.package import Order
     from rollart.data.serverless.server import Settings
+    from rollart.profiling import Recorded
     from rollart.resource.placement import Placement
     from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import TaskInfo
@@ -41,6 +42,7 @@ examples:
   rollart pools configs/default.toml                       which devices there are and which run holds them
   rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
   rollart tasks frozenlake                                 what a task does and its options
+  rollart profile runs/latest --out mine.toml              a recorded run as a workload for `rollart simulate`
   rollart serve-reward rewards:score                       a function as an HTTP service
   rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
 
@@ -48,6 +50,14 @@ Any key of the config can be set on the command line as key=value or section.key
 A task's own options are tasks.NAME.options.KEY=value. ROLLART_TRACEBACK=1 shows where an error comes from.
 """
 
+PROFILING = """\
+Reads what a run recorded, finished or not, and writes its workload as TOML: per task the turns, tokens, seconds and
+failures, and the trainer's seconds per token. `reasons` tell from how many samples each number comes.
+
+  rollart profile runs/latest --out mine.toml
+  rollart simulate configs/default.toml simulate.profile=mine.toml
+
+Only sampled trajectories show how numbers spread: log.trajectories_every = 1 and log.trajectories = 64 keep many."""
 SERVING = """\
 Prints its URL when calls are served, then one line per call on stderr. Ctrl-C or SIGTERM: running calls finish, new
 ones are turned away; a second one ends at once. A call that hangs is cut, its process ended. Without calls it holds no
@@ -79,6 +89,12 @@ class Parts:
         from rollart import pipeline
 
         return pipeline.evaluate(run, episodes=episodes, checkpoint=checkpoint)
+
+    def profile(self, run: Path) -> Recorded:
+        """The workload that a run recorded. Raises ConfigError."""
+        from rollart import profiling
+
+        return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
         """The tasks of a config, with rewards that can be called. Raises ConfigError."""
@@ -202,6 +218,8 @@ def _run(argv: list[str], parts: Parts) -> int:
         return _pools(parts, words, options.repair)
     if options.command == "eval":
         return _evaluate(parts, options)
+    if options.command == "profile":
+        return _profile(parts, options.run, options.out)
     if options.command == "tasks":
         return _tasks(parts, options.name)
     return _serve(parts, options) if options.command == "serve-reward" else _package(parts, options)
@@ -252,6 +270,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     evaluate.add_argument("--checkpoint", metavar="STEP", type=_count, help="its step (default: the newest)")
     tasks = command("tasks", "list tasks and their options", "Your own: env = 'module:Class' in [tasks.NAME].")
     tasks.add_argument("name", metavar="NAME", nargs="?", help="only this task")
+    profile = command("profile", "write the workload that a run recorded", PROFILING)
+    profile.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/latest")
+    profile.add_argument("--out", metavar="FILE", type=Path, help="default: standard output")
     _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
     _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands
@@ -368,6 +389,27 @@ def _evaluate(parts: Parts, options: argparse.Namespace) -> int:
         have = ", ".join(map(str, steps))
         raise ConfigError(f"--checkpoint: {options.run} has none of step {options.checkpoint}; it has: {have}")
     return parts.evaluate(options.run, options.episodes, options.checkpoint)
+
+
+def _profile(parts: Parts, run: Path, out: Path | None) -> int:
+    from rollart.data.simulated.profile import to_toml
+    from rollart.files import write_atomic
+    from rollart.run_folder import to_stderr
+
+    recorded = parts.profile(run)
+    for warning in recorded.warnings:
+        to_stderr(warning)
+    text = to_toml(recorded.profile)
+    if out is None:
+        print(text, end="")
+        return 0
+    try:
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: {error.strerror or error}") from error
+    names = ", ".join(recorded.profile.tasks)
+    print(f"{out}: {names}; next: rollart simulate CONFIG.toml simulate.profile={out}")
+    return 0
 
 
 def _tasks(parts: Parts, name: str | None) -> int:
