@@ -8,8 +8,8 @@ that went away takes its workers with it and is not offered again. What this fil
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Mapping
+from types import CoroutineType
 from typing import Any
 
 from rollart.checks import nearest
@@ -52,7 +52,7 @@ class SimulatedWorker:
         if death.done():
             raise WorkerDied(f"worker {self.name}, call {method}: {death.result()}")
         result = getattr(self.built, method)(*args)
-        if inspect.isawaitable(result):
+        if isinstance(result, CoroutineType):
             result = await result
             if death.done():
                 raise WorkerDied(f"worker {self.name}, call {method}: {death.result()}")
