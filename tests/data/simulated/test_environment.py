@@ -23,7 +23,7 @@ from rollart.sections import TaskConfig
 from rollart.types import GenRequest, GroupSpec, Sampling, TaskSpec, Trajectory
 from tests.data.fake_handles import FakeHandle
 from tests.fakes import FakeInference, FakeStore
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 from .profiles import LONG, profile
 

@@ -15,7 +15,7 @@ from rollart.errors import RewardError
 from rollart.protocols import RewardHandle
 from rollart.types import RewardRequest
 from tests.data.fake_handles import FakeHandle
-from tests.virtual_time import run_virtual
+from rollart.virtual_time import run_virtual
 
 from .profiles import profile
 
