@@ -241,7 +241,9 @@ class _Search:
     def _line(self, choice: Choice, steps: int) -> str:
         gain = f"{self._gain(choice, steps):.3f}x, " if (self._given, steps) in self._results else ""
         what = "; ".join(changes(self._given, choice)) or "the config as it is"
-        return f"[{self._num_done}/{self._trials}] {gain}{self._results[choice, steps].throughput:,.0f} tokens/s: {what}"
+        return (
+            f"[{self._num_done}/{self._trials}] {gain}{self._results[choice, steps].throughput:,.0f} tokens/s: {what}"
+        )
 
     def _tried(self, choice: Choice) -> bool:
         return choice in self._impossible or (choice, self._rungs[0]) in self._results

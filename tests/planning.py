@@ -126,5 +126,3 @@ class Counting:
         if len(self.configs) == self._interrupted_at:
             raise KeyboardInterrupt
         return formula(config)
-
-

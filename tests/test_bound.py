@@ -124,7 +124,9 @@ def test_the_largest_part_is_the_bound_and_parts_are_not_added() -> None:
 
 def test_resets_and_rewards_do_not_count_and_steps_do_unless_all_step_together() -> None:
     where = engines(a=(1, Flat(1.0, 1.0)))
-    apart, together = (bound_of([[one(1, 3, step_s=500.0)]], [0.0], where, FRESH, lockstep=each) for each in (False, True))
+    apart, together = (
+        bound_of([[one(1, 3, step_s=500.0)]], [0.0], where, FRESH, lockstep=each) for each in (False, True)
+    )
     assert (apart.step_s, apart.binding) == (503.0, "longest trajectory")
     assert together.parts["longest trajectory"] == 3.0
 

@@ -111,7 +111,9 @@ def test_a_config_that_alternates_has_no_alpha_to_raise() -> None:
 
 
 def test_devices_of_other_roles_are_left_to_them() -> None:
-    where = space(made('roles.reward={ device_class = "H800", workers = 4 }', "roles.actor_gen.workers={ H800=12, H20=32 }"))
+    where = space(
+        made('roles.reward={ device_class = "H800", workers = 4 }', "roles.actor_gen.workers={ H800=12, H20=32 }")
+    )
     for choice in around(where):
         there = dict(choice.devices).get("H800", 0)
         assert there >= 4 + choice.trainer.total * (choice.trainer.device_class == "H800")

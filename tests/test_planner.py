@@ -160,7 +160,10 @@ def test_the_reason_says_when_other_trajectories_are_trained_on() -> None:
 
 
 def test_changes_are_told_one_by_one() -> None:
-    before, after = given(made()), given(made("affinity=auto", "alpha=2", "pools.H20.count=40", "rollout.extra_groups=2"))
+    before, after = (
+        given(made()),
+        given(made("affinity=auto", "alpha=2", "pools.H20.count=40", "rollout.extra_groups=2")),
+    )
     assert changes(before, after) == [
         "devices: 32 H800 + 32 H20 -> 32 H800 + 40 H20",
         "alpha: 1 -> 2",

@@ -155,7 +155,12 @@ class SimulatedRuntime:
 
     def _inference(self, name: str, binding: Binding) -> SimulatedInference:
         pace, prefill = self._pace(binding, len(binding.devices)), self._settings.prefill
-        engine = SimulatedEngine(pace, self._profile.efficiency, slots=self._config.rollout.engine_slots, max_model_tokens=self._config.rollout.max_model_tokens)
+        engine = SimulatedEngine(
+            pace,
+            self._profile.efficiency,
+            slots=self._config.rollout.engine_slots,
+            max_model_tokens=self._config.rollout.max_model_tokens,
+        )
         inference = SimulatedInference(
             name,
             engine,
@@ -212,5 +217,3 @@ def figures(device_class: str) -> DeviceClass:
 
 def _pool_of(node: str) -> str:
     return node.rpartition("-")[0]
-
-
