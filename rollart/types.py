@@ -222,6 +222,7 @@ class EngineStats(Struct, frozen=True):
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    preempted: int = 0
     running: int = 0
     waiting: int = 0
     kv_tokens: int = 0

@@ -1,12 +1,12 @@
 """An event loop whose time jumps to the next timer: hours of sleeping pass at once, and always in the same order.
 
-Invariants: nothing but a timer moves the clock; callbacks that are due at one moment run in the order in which they were
-asked for; nothing outside the loop is waited for, and what is handed to a thread is done at once, within no time. So the
-same program gives the same order of events, bit for bit. Libraries that fake time for tests (looptime, for one) let
-threads and sockets have real time, which is not repeatable, and simloop wants a newer Python; hence these few lines.
+Invariants: nothing but a timer moves the clock; callbacks that are due at one moment run in the order in which they
+were asked for; nothing outside the loop is waited for, and what is handed to a thread is done at once, within no time.
+So the same program gives the same order of events, bit for bit. Libraries that fake time for tests (such as looptime)
+let threads and sockets have real time, which is not repeatable, and simloop wants a newer Python: hence this file.
 What this file leaves out: pipes, sockets and subprocesses, which would need real time.
 
-It stands on two private parts of `asyncio.BaseEventLoop`: the queue `_ready`, and `_run_once`, which `run_forever` calls.
+It stands on two private parts of `asyncio.BaseEventLoop`: the queue `_ready`, and `_run_once`, called by `run_forever`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the start."""
         return self._now
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As of any loop; of two timers of one moment the one that was asked for first goes first."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True  # as the loops of asyncio mark it: it is on the heap
+        timer._scheduled = True  # type: ignore[attr-defined]  # on the heap, as asyncio's own loops say it
         self._num_asked += 1
         heappush(self._timers, (when, self._num_asked, timer))
         return timer
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As of any loop."""
@@ -63,7 +63,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Called by a timer that is cancelled. Most never ring: they are limits of calls that end in time."""
-        if not handle._scheduled:
+        if not handle._scheduled:  # type: ignore[attr-defined]
             return
         self._num_cancelled += 1
         if self._num_cancelled > FEW + len(self._timers) // 2:
@@ -71,7 +71,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             heapify(self._timers)
             self._num_cancelled = 0
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self,
+        executor: Any,  # noqa: ARG002
+        func: Callable[..., T],
+        *args: Any,
+    ) -> asyncio.Future[T]:
         """Do it now, in this thread."""
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -95,7 +100,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         timers, ready = self._timers, self._ready
         while timers and (not ready or timers[0][0] <= self._now):
             when, _, timer = heappop(timers)
-            timer._scheduled = False
+            timer._scheduled = False  # type: ignore[attr-defined]
             if timer.cancelled():
                 self._num_cancelled -= 1
             else:

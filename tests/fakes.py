@@ -88,7 +88,7 @@ class FakeInference:
         self._alive()
         if self.failing(request):
             raise GenerationError("the engine is out of KV memory")
-        self.requests.append(request)
+        self.requests.append(replace(request, prompt=list(request.prompt)))
         self._flight(request.request_id, True)
         versions: list[int] = []
         try:
@@ -230,7 +230,7 @@ class FakeReward:
     groups: list[list[RewardRequest]] = field(default_factory=list)
 
     async def score(self, request: RewardRequest) -> float:
-        self.requests.append(request)
+        self.requests.append(replace(request, prompt=list(request.prompt)))
         await asyncio.sleep(0.05)
         if isinstance(self.answer, Exception):
             raise self.answer

@@ -118,7 +118,8 @@ def test_the_best_plan_and_the_figures_are_written(tmp_path: Path) -> None:
     plans = written(found(), order)
     assert plans.best is not None
     assert load(order.out) == plans.best.config
-    assert order.json is not None and '"trials"' in order.json.read_text()
+    assert order.json is not None
+    assert '"trials"' in order.json.read_text()
     assert f"{order.out}: plan 1 as a config" in told(plans, order.out)
 
 

@@ -72,7 +72,9 @@ def test_alpha_stays_unless_more_is_allowed_and_is_then_marked() -> None:
     assert {each.choice.alpha for each in found.plans} == {1.0}
     stale = plan(made(), formula, Allowance(max_alpha=4.0), trials=60)
     assert stale.best is not None
-    assert stale.best.differs and stale.best.choice.alpha is not None and 1 < stale.best.choice.alpha <= 4
+    assert stale.best.differs
+    assert stale.best.choice.alpha is not None
+    assert 1 < stale.best.choice.alpha <= 4
     assert "changes what is learned" in report(stale)
     assert "changes what is learned" in to_config(stale.best, stale.given, "paper.toml")
 
@@ -123,7 +125,8 @@ def test_every_simulation_is_one_line() -> None:
     found = plan(made(), formula, trials=20, say=lines.append)
     done = [line for line in lines if line.startswith("[")]
     assert len(done) == found.trials
-    assert "1.000x" in done[0] and "the config as it is" in done[0]
+    assert "1.000x" in done[0]
+    assert "the config as it is" in done[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- reasons

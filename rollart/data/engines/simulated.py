@@ -415,6 +415,7 @@ class SimulatedEngine:
             prefilled_tokens=self._prefilled,
             cached_tokens=self._cached,
             recomputed_tokens=self._recomputed,
+            preempted=self.preemptions,
             running=len(self._running),
             waiting=len(self._waiting),
             kv_tokens=self._held_kv + self._kept.tokens,

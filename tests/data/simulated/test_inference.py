@@ -16,8 +16,8 @@ from rollart.data.simulated.store import SimulatedStore
 from rollart.data.simulated.timeline import Timeline
 from rollart.errors import ConfigError, GenerationError, WeightsError, WorkerDied
 from rollart.types import GenResult
-from tests.data.engines.small_devices import SMALL, TYPICAL, ask, small_pace
 from rollart.virtual_time import run_virtual
+from tests.data.engines.small_devices import SMALL, TYPICAL, ask, small_pace
 
 EFFICIENCY = replace(TYPICAL, step_overhead_s=0.01, chunk_tokens=200)
 LINKS = {

@@ -19,8 +19,8 @@ from rollart.data.trainers.simulated import SimulatedTrainer
 from rollart.errors import ConfigError, TrainError, WeightsError
 from rollart.resource.classes import CLASSES
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
-from tests.data.engines.small_devices import TYPICAL
 from rollart.virtual_time import run_virtual
+from tests.data.engines.small_devices import TYPICAL
 
 MODEL = load_shape("Qwen3-8B")
 PACE = Pace(CLASSES["H800"], MODEL, 1, TYPICAL)
