@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from rollart.config import Config, from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
@@ -230,7 +232,7 @@ class FakeReward:
     groups: list[list[RewardRequest]] = field(default_factory=list)
 
     async def score(self, request: RewardRequest) -> float:
-        self.requests.append(replace(request, prompt=list(request.prompt)))
+        self.requests.append(request)
         await asyncio.sleep(0.05)
         if isinstance(self.answer, Exception):
             raise self.answer
