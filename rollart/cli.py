@@ -66,9 +66,9 @@ of the devices in [pools] and of the workload in [simulate] profile. Prints step
 utilisation, waits, staleness, lost work, cost, and the share of what is possible. The same config gives the same result.
 --trace opens in https://ui.perfetto.dev or chrome://tracing. docs/simulate.md says what the models are."""
 PLANNING = """\
-Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies, first in short, then the
-best ones for as many steps as the config says, and prints the best with what they change and why they gain. The best is
-written as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
+Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies: first in short, then
+the best for as many steps as the config says. Prints the best plans, what they change and why they gain, and writes the
+best one as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
 config cost an hour, and its alpha is at most the config's own. Ctrl-C ends the search with the best so far.
 docs/plan.md says more."""
 PACKAGING = """\

@@ -1,4 +1,4 @@
-"""What `rollart plan` found, prints and writes: the best plans, what they change and why they gain, and one as a config.
+"""What `rollart plan` found, prints and writes: the best plans, what they change, why they gain, one as a config.
 
 Invariant: every figure and every reason is taken from two simulations, that of the given config and that of the plan.
 What this file leaves out: how plans are found (`planner.py`).
@@ -161,7 +161,7 @@ def _busy(utilisation: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {percent(share)}" for name, share in utilisation.items())
 
 
-# ---------------------------------------------------------------------------------------------------------- why it gains
+# --------------------------------------------------------------------------------------------------------- why it gains
 def why(given: Plan, plan: Plan) -> str:
     """What the time was spent on before, and what became of it: sentences from the two simulations."""
     before, after = given.simulation, plan.simulation

@@ -53,7 +53,8 @@ def formula(config: Config) -> Simulation:
     Raises ConfigError for engines of eight devices, on which the model is said not to fit.
     """
     train, generate = config.roles["actor_train"], config.roles["actor_gen"]
-    assert isinstance(train.workers, int) and isinstance(generate.workers, dict)
+    assert isinstance(train.workers, int)
+    assert isinstance(generate.workers, dict)
     if generate.devices == 8:
         raise ConfigError("the model does not fit: eight devices\nthere is more to say")
     power = sum(GENERATES[name] * count for name, count in generate.workers.items()) * generate.devices
@@ -126,5 +127,3 @@ class Counting:
         if len(self.configs) == self._interrupted_at:
             raise KeyboardInterrupt
         return formula(config)
-
-

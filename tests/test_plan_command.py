@@ -48,7 +48,20 @@ def test_what_is_not_said_has_a_default(toml: str, capsys: pytest.CaptureFixture
 def test_every_option_arrives(toml: str) -> None:
     parts = FakeParts()
     words = ["plan", toml, "alpha=2", "--devices", "H800=96,H20=32", "--objective", "cost", "--max-alpha", "4"]
-    words += ["--schedules", "areal,one_off", "--trials", "7", "--top", "2", "--jobs", "3", "--out", "a.toml", "--json", "b"]
+    words += [
+        "--schedules",
+        "areal,one_off",
+        "--trials",
+        "7",
+        "--top",
+        "2",
+        "--jobs",
+        "3",
+        "--out",
+        "a.toml",
+        "--json",
+        "b",
+    ]
     assert main(words, parts) == 0
     ((config, order),) = parts.orders
     assert config.alpha == 2
@@ -105,7 +118,8 @@ def test_the_best_plan_and_the_figures_are_written(tmp_path: Path) -> None:
     plans = written(found(), order)
     assert plans.best is not None
     assert load(order.out) == plans.best.config
-    assert order.json is not None and '"trials"' in order.json.read_text()
+    assert order.json is not None
+    assert '"trials"' in order.json.read_text()
     assert f"{order.out}: plan 1 as a config" in told(plans, order.out)
 
 
@@ -117,6 +131,8 @@ def test_nothing_is_written_when_nothing_is_better(tmp_path: Path) -> None:
     assert "No plan that was tried is better" in told(plans, order.out)
 
 
-def test_a_missing_folder_is_said_before_any_work(toml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_said_before_any_work(
+    toml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", toml, "--out", str(tmp_path / "no" / "best.toml")]) == 1
     assert "there is no folder" in capsys.readouterr().err

@@ -77,7 +77,8 @@ def test_a_class_without_devices_is_gone_from_the_plan() -> None:
     alone = [choice for choice in around(space()) if len(choice.devices) == 1]
     assert alone
     for choice in alone:
-        assert choice.affinity == () and choice.prefill == ""
+        assert choice.affinity == ()
+        assert choice.prefill == ""
 
 
 def test_another_budget_keeps_the_proportions_to_begin_with() -> None:
@@ -111,7 +112,9 @@ def test_a_config_that_alternates_has_no_alpha_to_raise() -> None:
 
 
 def test_devices_of_other_roles_are_left_to_them() -> None:
-    where = space(made('roles.reward={ device_class = "H800", workers = 4 }', "roles.actor_gen.workers={ H800=12, H20=32 }"))
+    where = space(
+        made('roles.reward={ device_class = "H800", workers = 4 }', "roles.actor_gen.workers={ H800=12, H20=32 }")
+    )
     for choice in around(where):
         there = dict(choice.devices).get("H800", 0)
         assert there >= 4 + choice.trainer.total * (choice.trainer.device_class == "H800")
@@ -127,7 +130,8 @@ def test_pools_that_are_shared_in_turn_serve_both_roles_with_all_devices() -> No
     )
     start = space(config).start()
     assert start is not None
-    assert dict(start.engines) == {"H800": 32, "H20": 32} and start.trainer.total == 32
+    assert dict(start.engines) == {"H800": 32, "H20": 32}
+    assert start.trainer.total == 32
 
 
 @pytest.mark.parametrize(
