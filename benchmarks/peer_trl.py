@@ -1,13 +1,13 @@
 """`rollart` against TRL's `GRPOTrainer` on the same task, model, group size and batch, in one run on one CPU.
 
-Two variants. `single`: sorting, one turn, through TRL's own generation. `multi`: FrozenLake, up to 16 turns, through
-TRL's `rollout_func`, written as its users would write it at their best: all episodes of a batch advance together and
-keep their KV cache between turns (`peer_trl_side.py`). Both sides read one config (below), so that prompts, seeds,
-rewards, limits, sampling, learning rate, optimizer, clipping and the number of trained trajectories are equal, and
-start from one folder of weights, warmed up once. TRL lives in a virtual environment of its own with the same versions
-of torch and transformers as ours. It may use all cores: the fastest of some settings (threads, trajectories per
-forward and backward pass) is found first and used (with --quick one thread, nothing tried). `rollart` runs as `rollart
-train` does, one thread per process.
+Two variants. `single`: sorting, one turn, through TRL's own generation. `multi`: FrozenLake as in the main job, up to 6
+turns, through TRL's `rollout_func`, written as its users would write it at their best: all episodes of a batch advance
+together and keep their KV cache between turns (`peer_trl_side.py`). Both sides read one config (below), so that
+prompts, seeds, rewards, limits, sampling, learning rate, optimizer, clipping and the number of trained trajectories are
+equal, and start from one folder of weights, warmed up once. TRL lives in a virtual environment of its own with the same
+versions of torch and transformers as ours. It may use all cores: the fastest of some settings (threads, trajectories
+per forward and backward pass) is found first and used (with --quick one thread, nothing tried). `rollart` runs as
+`rollart train` does, one thread per process.
 
 What is measured, for each side: seconds of wall and CPU time (all processes) from the first batch to the last optimizer
 step, so without imports, loading of the model and warm-up; trained tokens, which are those under the loss mask; and the
@@ -57,7 +57,7 @@ group_size = 8
 zero_variance = "keep"  # TRL trains on every group
 
 [train]
-learning_rate = 1e-3
+learning_rate = 5e-4
 
 [eval]
 every = 0
@@ -70,7 +70,8 @@ checkpoint_every = 0
 """
 TASKS = {
     "single": "[tasks.sorting]\noptions = { length = 5 }\n",
-    "multi": "[tasks.frozenlake]\nmax_turns = 16\noptions = { size = 4 }\n",
+    "multi": "[tasks.frozenlake]\nmax_turns = 6\nmax_turn_tokens = 2\n"
+    'options = { anywhere = true, view = "near", exact = true, invalid_ends = true, discount = 0.95 }\n',
 }
 STEPS = {"single": 60, "multi": 40}
 QUICK_STEPS = 5

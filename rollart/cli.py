@@ -1,4 +1,5 @@
-"""The command line: `rollart train | check | pools | eval | tasks | simulate | plan | serve-reward | package-reward`.
+"""The command line: `rollart train | check | pools | eval | tasks | profile | simulate | plan | serve-reward |
+package-reward`.
 
 Invariant: nothing heavy is imported before the arguments and the config are known to be good, and every error of ours
 is one line on stderr with an exit code: 2 for what the user wrote, 1 for the rest, 130 for an interrupt. What this file
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollart.data.serverless.package import Order
     from rollart.data.serverless.server import Settings
     from rollart.plan_command import Order as PlanOrder
+    from rollart.profiling import Recorded
     from rollart.resource.placement import Placement
     from rollart.resource.pool import PoolRow
     from rollart.tasks.registry import TaskInfo
@@ -45,6 +47,7 @@ examples:
   rollart tasks frozenlake                                 what a task does and its options
   rollart simulate configs/paper.toml schedule=areal       the same control plane on a modelled cluster, in minutes
   rollart plan configs/paper.toml --trials 60              what would be faster at the same cost, and why
+  rollart profile runs/latest --out mine.toml              a recorded run as a workload for `rollart simulate`
   rollart serve-reward rewards:score                       a function as an HTTP service
   rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
 
@@ -52,6 +55,14 @@ Any key of the config can be set on the command line as key=value or section.key
 A task's own options are tasks.NAME.options.KEY=value. ROLLART_TRACEBACK=1 shows where an error comes from.
 """
 
+PROFILING = """\
+Reads what a run recorded, finished or not, and writes its workload as TOML: per task the turns, tokens, seconds and
+failures, and the trainer's seconds per token. `reasons` tell from how many samples each number comes.
+
+  rollart profile runs/latest --out mine.toml
+  rollart simulate configs/default.toml simulate.profile=mine.toml
+
+Only sampled trajectories show how numbers spread: log.trajectories_every = 1 and log.trajectories = 64 keep many."""
 SERVING = """\
 Prints its URL when calls are served, then one line per call on stderr. Ctrl-C or SIGTERM: running calls finish, new
 ones are turned away; a second one ends at once. A call that hangs is cut, its process ended. Without calls it holds no
@@ -80,6 +91,9 @@ that says what was assumed, then prints the next command. Nothing is sent anywhe
   fc                Alibaba Function Compute through Serverless Devs"""
 
 
+LEAST_MEMORY_BYTES = 64 << 20
+
+
 class Parts:
     """What the commands call, imported when it is called; tests hand in another."""
 
@@ -94,6 +108,12 @@ class Parts:
         from rollart import pipeline
 
         return pipeline.evaluate(run, episodes=episodes, checkpoint=checkpoint)
+
+    def profile(self, run: Path) -> Recorded:
+        """The workload that a run recorded. Raises ConfigError."""
+        from rollart import profiling
+
+        return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
         """The tasks of a config, with rewards that can be called. Raises ConfigError."""
@@ -230,6 +250,8 @@ def _run(argv: list[str], parts: Parts) -> int:
         return _pools(parts, words, options.repair)
     if options.command == "eval":
         return _evaluate(parts, options)
+    if options.command == "profile":
+        return _profile(parts, options.run, options.out)
     if options.command == "tasks":
         return _tasks(parts, options.name)
     if options.command == "simulate":
@@ -290,6 +312,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     simulate.add_argument("--trace", metavar="FILE", type=Path, help="write a timeline for the Perfetto trace viewer")
     simulate.add_argument("--json", metavar="FILE", type=Path, help="write the result as JSON")
     add_options(command("plan", "search for a better plan of pools and policies", PLANNING), config_words)
+    profile = command("profile", "write the workload that a run recorded", PROFILING)
+    profile.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/latest")
+    profile.add_argument("--out", metavar="FILE", type=Path, help="default: standard output")
     _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
     _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands
@@ -305,7 +330,7 @@ def _add_serving(serve: _Parser) -> None:
     add("--timeout-s", metavar="S", type=_seconds, default=60.0, help="of one call, then it is cut (default: 60)")
     add("--max-body-bytes", metavar="N", type=_count, default=6_000_000, help="of one call (default: 6000000)")
     add("--idle-s", metavar="S", type=_seconds, default=30.0, help="then a process without calls ends (default: 30)")
-    add("--memory-bytes", metavar="N", type=_count, default=0, help="of one process (default: no limit)")
+    add("--memory-bytes", metavar="N", type=_memory, default=0, help="of one process (default: no limit)")
 
 
 def _add_packaging(package: _Parser) -> None:
@@ -324,6 +349,14 @@ def _add_function(parser: _Parser) -> None:
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _memory(text: str) -> int:
+    if _count(text) < LEAST_MEMORY_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is too little for a Python process; take at least {LEAST_MEMORY_BYTES}"
+        )
     return int(text)
 
 
@@ -406,6 +439,27 @@ def _evaluate(parts: Parts, options: argparse.Namespace) -> int:
         have = ", ".join(map(str, steps))
         raise ConfigError(f"--checkpoint: {options.run} has none of step {options.checkpoint}; it has: {have}")
     return parts.evaluate(options.run, options.episodes, options.checkpoint)
+
+
+def _profile(parts: Parts, run: Path, out: Path | None) -> int:
+    from rollart.data.simulated.profile import to_toml
+    from rollart.files import write_atomic
+    from rollart.run_folder import to_stderr
+
+    recorded = parts.profile(run)
+    for warning in recorded.warnings:
+        to_stderr(warning)
+    text = to_toml(recorded.profile)
+    if out is None:
+        print(text, end="")
+        return 0
+    try:
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: {error.strerror or error}") from error
+    names = ", ".join(recorded.profile.tasks)
+    print(f"{out}: {names}; next: rollart simulate CONFIG.toml simulate.profile={out}")
+    return 0
 
 
 def _tasks(parts: Parts, name: str | None) -> int:

@@ -1,10 +1,15 @@
-"""Objects named `module:attribute` in a config. The current folder is importable, behind everything installed."""
+"""Objects named `module:attribute` in a config, and the options that build them.
+
+The current folder is importable, behind everything installed.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollart.checks import nearest
@@ -24,6 +29,26 @@ def load_object(path: str, key: str) -> Any:
             raise ConfigError(f"{key}: {where} has no {part!r}{nearest(part, public)}")
         value = getattr(value, part)
     return value
+
+
+def check_arguments(function: Callable[..., Any], options: Mapping[str, Any], key: str, shown: str) -> None:
+    """Can the class be built with these options? Names only: it is built where it runs. Raises ConfigError."""
+    if not isinstance(function, type):
+        if options:
+            raise ConfigError(f"{key}: {shown!r} is a plain function, which takes none; write a class")
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a class of C code may have none
+        return
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    for option in () if takes_any else options:
+        if option not in signature.parameters:
+            raise ConfigError(f"{key}.{option}: unknown option{nearest(option, [*signature.parameters])}")
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {shown!r}: {error}") from error
 
 
 def _load_module(name: str, key: str) -> Any:

@@ -12,6 +12,8 @@ Names are paths with '/': `reward/frozenlake`. Those that `Metrics.trajectory` m
     length/kept, length/all                                               generated tokens; their gap is the bias of
                                                                           taking what finishes first
     seconds/<stage>                                                       reset, generate, step, score
+    resets/<task>/failed, resets/<task>/failed_s                          resets that failed, and how long they took;
+    steps/<task>/failed                                                  steps that failed; where there are any
 """
 
 from __future__ import annotations
@@ -161,6 +163,14 @@ class Metrics:
             self.add(f"turns/{task}", len(trajectory.turns))
             self.add(f"reward/{task}", trajectory.reward)
             self.add(f"success/{task}", trajectory.reward >= self._success_reward.get(task, 1.0))
+        self._count_failures(trajectory)
+
+    def _count_failures(self, trajectory: Trajectory) -> None:
+        if failed := trajectory.failed_resets_s:
+            self.count(f"resets/{trajectory.task}/failed", len(failed))
+            self.count(f"resets/{trajectory.task}/failed_s", sum(failed))
+        if trajectory.stop_reason == "env_error" and trajectory.turns:
+            self.count(f"steps/{trajectory.task}/failed")
 
     def merge(self, values: Mapping[str, Value]) -> None:
         """Take in what was measured elsewhere, for example in a worker."""

@@ -97,6 +97,7 @@ class Observer:
         self.rewards: dict[str, FunctionUsage] = {}
         self.values: dict[str, float] = {}
         self._told = 0.0
+        self._in_trouble: set[str] = set()
         self._step = self._first_step = step
         self._loop_began = time.monotonic()
         self._loss: float | None = None
@@ -180,6 +181,14 @@ class Observer:
         if self._reward is not None and time.monotonic() - self._told >= every_s:
             self._told = time.monotonic()
             self.rewards = await self._reward.usage()
+            self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        """Say once, until it is over, that an endpoint is down: trajectories wait for it."""
+        now = {name: usage.trouble for name, usage in self.rewards.items() if usage.trouble}
+        for name in now.keys() - self._in_trouble:
+            self._folder.note(f"the reward function of task {name!r} cannot be reached, calls wait: {now[name]}")
+        self._in_trouble = set(now)
 
     def _show(self) -> None:
         live = self._scheduler.live()

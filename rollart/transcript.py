@@ -23,6 +23,7 @@ def as_text(trajectories: Iterable[Trajectory]) -> str:
 def as_jsonl(trajectories: Iterable[Trajectory]) -> bytes:
     """One line each. `tokens`, `loss_mask`, `logprobs` and `versions` run along each other; where the model did not
     generate the token, the mask is 0, the log-probability 0.0 and the version -1.
+    What begins with `turn_` has one entry per turn.
     """
     return b"".join(msgspec.json.encode(_record(trajectory)) + b"\n" for trajectory in trajectories)
 
@@ -42,6 +43,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "stop_reason": trajectory.stop_reason,
         "cause": _utf8(trajectory.cause),
         "seconds": trajectory.seconds,
+        "failed_resets_s": trajectory.failed_resets_s,
         "tokens": trajectory.tokens(),
         "loss_mask": [int(bit) for bit in trajectory.loss_mask()],
         "logprobs": trajectory.behaviour_logprobs(),
@@ -54,6 +56,9 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "observations": [_utf8(turn.observation_text) for turn in trajectory.turns],
         "actions": [_utf8(turn.action_text) for turn in trajectory.turns],
         "turn_rewards": [turn.reward for turn in trajectory.turns],
+        "turn_step_s": [turn.step_s for turn in trajectory.turns],
+        "turn_observation_tokens": [len(turn.observation) for turn in trajectory.turns],
+        "turn_response_tokens": [len(turn.action) for turn in trajectory.turns],
     }
 
 

@@ -120,6 +120,7 @@ class Turn(Struct):
 
     `observation`: token ids appended before the action (chat markup included, never trained on).
     `action`: generated token ids; `logprobs` and `versions` run along it.
+    `step_s`: how long the environment took to answer, without waiting for others that step with it.
     """
 
     observation: list[int]
@@ -130,12 +131,14 @@ class Turn(Struct):
     action_text: str = ""
     reward: float = 0.0
     finish_reason: FinishReason = "stop"
+    step_s: float = 0.0
 
 
 class Trajectory(Struct):
     """One life of one environment, from reset to its reward.
 
     `seconds` holds the time spent by stage: reset, generate, step, score.
+    `failed_resets_s`: how long each reset took that failed, before the one that worked or the end.
     """
 
     trajectory_id: str
@@ -147,6 +150,7 @@ class Trajectory(Struct):
     stop_reason: StopReason = "cancelled"
     cause: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    failed_resets_s: list[float] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
 
     @property

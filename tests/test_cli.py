@@ -16,7 +16,9 @@ from rollart import __version__
 from rollart.checks import nearest
 from rollart.cli import Parts, main
 from rollart.config import Config, parse
+from rollart.data.simulated.profile import load_profile, parse_profile
 from rollart.errors import ConfigError, EnvError, RollartError, WorkerError
+from rollart.profiling import Recorded
 from rollart.resource.placement import Placement, place
 from rollart.resource.pool import PoolRow, Pools
 from rollart.run_folder import RunFolder, checkpoint_path
@@ -55,6 +57,10 @@ class FakeParts(Parts):
     def evaluate(self, run: Path, episodes: int | None, checkpoint: int | None) -> int:
         self.calls.append(("evaluate", run, episodes, checkpoint))
         return 0
+
+    def profile(self, run: Path) -> Recorded:
+        self.calls.append(("profile", run))
+        return Recorded(load_profile("paper"), ["few samples"])
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
         known = [task.name for task in self.describe()]
@@ -121,6 +127,29 @@ def test_eval_hands_on_what_was_asked(finished: Path) -> None:
     assert main(["eval", str(finished), "--episodes", "20", "--checkpoint", "4"], parts) == 0
     assert main(["eval", str(finished)], parts) == 0
     assert parts.calls == [("evaluate", finished, 20, 4), ("evaluate", finished, None, None)]
+
+
+def test_a_profile_is_printed_or_written_and_what_is_thin_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, out = FakeParts(), tmp_path / "mine.toml"
+    assert main(["profile", "runs/latest"], parts) == 0
+    printed = capsys.readouterr()
+    assert parse_profile(printed.out) == load_profile("paper")
+    assert printed.err == "rollart: warning: few samples\n"
+    assert main(["profile", "runs/latest", "--out", str(out)], parts) == 0
+    assert load_profile(str(out)) == load_profile("paper")
+    assert f"next: rollart simulate CONFIG.toml simulate.profile={out}" in capsys.readouterr().out
+    assert parts.calls == [("profile", Path("runs/latest"))] * 2
+
+
+def test_a_profile_that_cannot_be_written_or_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "runs/latest", "--out", str(tmp_path / "no" / "x.toml")], FakeParts()) == 2
+    assert capsys.readouterr().err.endswith("x.toml: No such file or directory\n")
+    assert main(["profile", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("is not a run folder: it has no config.toml\n")
 
 
 def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +229,7 @@ def test_pools_shows_devices_and_their_holders_as_a_table(toml: str, capsys: pyt
             "roles.actor_gen.device_class: no pool has class 'H20'; choose from CPU",
         ),
         (["check", "missing.toml"], "missing.toml: No such file or directory"),
+        (["profile"], "the following arguments are required: RUN; see 'rollart profile --help'"),
         (["eval"], "the following arguments are required: RUN; see 'rollart eval --help'"),
         (["eval", "RUN", "--episodes", "0"], "argument --episodes: '0' is not a whole number of at least 1"),
         (["eval", "RUN", "--checkpoint", "3"], "has none of step 3; it has: 2, 4"),

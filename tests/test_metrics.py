@@ -110,6 +110,20 @@ def test_a_trajectory_is_counted_by_task_reason_and_length() -> None:
     assert (step["length/kept"], step["length/all"]) == (2, 3)
 
 
+def test_failures_of_environments_are_counted_by_task_also_where_a_retry_helped() -> None:
+    metrics = Metrics()
+    turn = Turn(observation=[1], action=[2], logprobs=[-1.0], versions=[0])
+    retried = Trajectory("t1", "g1", "maze", 7, turns=[turn], stop_reason="done", failed_resets_s=[2.0, 3.0])
+    never = Trajectory("t2", "g1", "maze", 7, stop_reason="env_error", failed_resets_s=[1.0])
+    broken = Trajectory("t3", "g1", "maze", 7, turns=[turn], stop_reason="env_error")
+    fine = Trajectory("t4", "g1", "maths", 7, turns=[turn], stop_reason="done")
+    for trajectory in (retried, never, broken, fine):
+        metrics.trajectory(trajectory, kept=trajectory is retried)
+    step = metrics.flush()
+    assert (step["resets/maze/failed"], step["resets/maze/failed_s"], step["steps/maze/failed"]) == (3, 6.0, 1)
+    assert not [name for name in step if name.startswith(("resets/maths", "steps/maths"))]
+
+
 def test_a_status_is_frozen_and_travels() -> None:
     status = Status(step=1, steps=2, ages={0: 3}, tasks={"maze": TaskStatus(reward=0.5)})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status) == status

@@ -170,9 +170,11 @@ class EnvManager:
         for attempt, env_id in enumerate(env_ids(self._id, self._task)):
             self._env_id = env_id
             self._env_open = True
+            began = asyncio.get_running_loop().time()
             try:
                 return await self._reset_once()
             except Exception:
+                self.trajectory.failed_resets_s.append(asyncio.get_running_loop().time() - began)
                 self._close_env()
                 if attempt == self._task.env_retries:
                     raise
@@ -228,9 +230,11 @@ class EnvManager:
         self._enter("step")
         if self._lockstep is not None:
             await self._lockstep.wait(self._id)
+        began = asyncio.get_running_loop().time()
         async with _fence(self._task.step_timeout_s, EnvTimeout, f"step of task {self._task.name!r}"):
             reply = await self._services.env.step(self._env_id, turn.action_text)
         reply = self._checked(reply)
+        turn.step_s = asyncio.get_running_loop().time() - began
         turn.reward = reply.reward
         return reply
 

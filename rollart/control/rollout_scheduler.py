@@ -210,6 +210,8 @@ class RolloutScheduler:
     def _drop(self, drop: Drop) -> None:
         self._buffer.discard(drop.spec.group_id)
         self._recorder.count(f"groups/{drop.outcome}")
+        if drop.cause == "zero_variance":
+            self._recorder.count(f"groups/zero_variance/{drop.spec.task}")
         if drop.requeue and not self._source.requeue(drop.spec):
             self._recorder.count("groups/given_up")
 

@@ -62,7 +62,8 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
-    wanted = [each for role in roles for each in _workers(config, specs, role)]
+    # The widest first: a worker of a whole node finds none once small ones are on every node.
+    wanted = sorted((each for role in roles for each in _workers(config, specs, role)), key=lambda it: -it.num_devices)
     for each in wanted:
         _bindable(pools, each)
     affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
@@ -126,19 +127,33 @@ def _nodes(
         for node in pool.nodes:
             if node not in known:
                 raise ConfigError(f"{key}.nodes: no node {node!r}{nearest(node, known)}")
-        return {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
+        ids = {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
+        _check_cuda(key, device_class, device, [node for node in nodes if node.name in pool.nodes])
+        return ids
     if pool.ids:
-        return {known[0]: indices(f"{key}.ids", pool.ids)}
+        ids = {known[0]: indices(f"{key}.ids", pool.ids)}
+        _check_cuda(key, device_class, device, nodes[:1])
+        return ids
     offered = {node.name: node.devices.get(device_class, 0) for node in nodes}
     if not any(offered.values()):
         if device == "cuda":
-            has = "; ".join(f"{node.name}: {_what(node.devices)}" for node in nodes)
-            raise ConfigError(
-                f"{key}: no node has a device of class {device_class!r} ({has}); to emulate the class on CPU, "
-                f'set {key}.device = "cpu"'
-            )
+            raise _not_there(key, device_class, nodes)
         return {known[0]: tuple(range(pool.count or 1))}
     return _take(key, pool.count, device_class, offered)
+
+
+def _check_cuda(key: str, device_class: str, device: str, nodes: Sequence[NodeInfo]) -> None:
+    """Devices named one by one may be called what their owner likes, but a node without any accelerator has none."""
+    if device == "cuda" and not all(node.cuda for node in nodes):
+        raise _not_there(key, device_class, [node for node in nodes if not node.cuda])
+
+
+def _not_there(key: str, device_class: str, nodes: Sequence[NodeInfo]) -> ConfigError:
+    has = "; ".join(f"{node.name}: {_what(node.devices)}" for node in nodes)
+    return ConfigError(
+        f"{key}: no node has a device of class {device_class!r} ({has}); to emulate the class on CPU, "
+        f'set {key}.device = "cpu"'
+    )
 
 
 def _take(key: str, count: int, device_class: str, offered: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -60,9 +60,10 @@ class Pools:
 
     # ------------------------------------------------------------------------------------------------ declarations
     def declare(self, specs: Iterable[PoolSpec]) -> None:
-        """Add pools, and nodes that have joined one. Raises ConfigError when one that is there differs otherwise.
+        """Add pools, and nodes that have joined one. Raises ConfigError when one that is in use differs otherwise.
 
-        A node that is there stays, also when a later run no longer sees it: what is known of its loss is kept.
+        A node that is there stays, also when a later run no longer sees it: what is known of its loss is kept. A pool
+        of which nobody holds anything is what the last run to declare it says.
         """
         new = {spec.name: spec for spec in specs}
         for name, spec in new.items():
@@ -70,11 +71,16 @@ class Pools:
             if known is None:
                 continue
             new[name] = replace(spec, nodes={**known.nodes, **spec.nodes})
-            if replace(known, nodes=new[name].nodes) != new[name] or not known.nodes.items() <= new[name].nodes.items():
+            if replace(known, nodes=new[name].nodes) == new[name] and known.nodes.items() <= new[name].nodes.items():
+                continue
+            if holders := [each for each in self._state.bindings.values() if each.pool == name]:
                 raise ConfigError(
-                    f"pools.{spec.name}: this store has a pool of that name that differs ({_differs(known, spec)}); "
-                    "take its values, another name, or another resources.name"
+                    f"pools.{spec.name}: this store has a pool of that name that differs ({_differs(known, spec)}), "
+                    f"and {holders[0].run} holds some of it; take its values, another name, or another resources.name"
                 )
+            new[name] = spec
+            for node in known.nodes:
+                self._failed(name, node).intersection_update(spec.nodes.get(node, ()))
         for spec in new.values():
             self._state.pools[spec.name] = spec
 

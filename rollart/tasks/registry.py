@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from msgspec import Meta, Struct
 
 from rollart.config import Config, nearest, serverless_of
 from rollart.errors import ConfigError
-from rollart.imports import load_object
+from rollart.imports import check_arguments, load_object
 from rollart.protocols import Env
 from rollart.sections import TaskConfig
 from rollart.tasks import adapters, arithmetic, frozenlake, reasoning, sorting, synthetic
@@ -99,29 +98,8 @@ def reward_url(task: TaskConfig, name: str = "") -> str:
         makes_nothing = isinstance(function, type) and not any("__call__" in vars(base) for base in function.__mro__)
         if not callable(function) or makes_nothing:
             raise ConfigError(f"tasks.{name}.reward: {url!r} is {function!r}, which cannot be called")
-        _check_reward_options(function, url, task.reward_options, name)
+        check_arguments(function, task.reward_options, f"tasks.{name}.reward_options", url)
     return url
-
-
-def _check_reward_options(function: Callable[..., Any], url: str, options: dict[str, Any], name: str) -> None:
-    """Names only: the class itself is built where it runs."""
-    key = f"tasks.{name}.reward_options"
-    if not isinstance(function, type):
-        if options:
-            raise ConfigError(f"{key}: {url!r} is a plain function, which takes none; write a class")
-        return
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a class of C code may have none
-        return
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-    for option in () if takes_any else options:
-        if option not in signature.parameters:
-            raise ConfigError(f"{key}.{option}: unknown option{nearest(option, [*signature.parameters])}")
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {url!r}: {error}") from error
 
 
 def describe() -> list[TaskInfo]:

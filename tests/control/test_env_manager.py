@@ -10,6 +10,7 @@ from rollart.control.background import Background
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.ledger import StageClock
 from rollart.control.llm_proxy import LLMProxy
+from rollart.control.lockstep import Lockstep
 from rollart.errors import RewardError
 from rollart.types import EnvReply, GroupSpec, Sampling, TaskSpec, Trajectory
 from tests.fakes import FakeEnv, FakeInference, FakeRenderer, FakeReward, FakeStore
@@ -59,6 +60,8 @@ def test_a_trajectory_holds_exactly_what_engine_and_renderer_gave() -> None:
     assert second.prompt == t.tokens()[:12]
     assert (first.tag, first.sampling.stop, first.sampling.top_k, first.sampling.max_tokens) == ("grid", ("!",), 5, 64)
     assert t.seconds == pytest.approx({"reset": 0.1, "generate": 0.6, "step": 0.2, "score": 0.0})
+    assert [turn.step_s for turn in t.turns] == pytest.approx([0.1, 0.1])
+    assert t.failed_resets_s == []
     assert world.engine.released == ["t"]
     assert world.env.steps[0][2] == "def"
 
@@ -95,6 +98,7 @@ def test_reset_is_tried_again_in_a_fresh_environment_with_growing_pauses(failure
     assert t.stop_reason == "done"
     assert [env_id for env_id, _, _ in env.resets] == ["t", "t-r1", "t-r2"][: failures + 1]
     assert t.seconds["reset"] > (0.35, 1.05)[failures - 1]
+    assert t.failed_resets_s == pytest.approx([0.1] * failures), "without the pauses between them"
 
 
 @pytest.mark.parametrize("retries", [0, 2])
@@ -104,6 +108,8 @@ def test_reset_that_hangs_is_given_up_after_its_retries(retries: int) -> None:
     assert t.stop_reason == "env_error"
     assert "reset of task 'maze' did not answer within 10 s" in t.cause
     assert len(env.resets) == retries + 1
+    assert len(t.failed_resets_s) == retries + 1
+    assert all(seconds >= 10.0 for seconds in t.failed_resets_s)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,19 @@ def test_a_step_that_goes_wrong_is_data_on_the_trajectory(answer: Any, cause: st
     assert t.stop_reason == "env_error"
     assert cause in t.cause
     assert len(t.turns) == 1
+
+
+def test_the_seconds_of_a_step_do_not_hold_the_wait_for_others_that_step_with_it() -> None:
+    async def main() -> Trajectory:
+        world, lockstep = World(), Lockstep()
+        for member in ("t", "other"):
+            lockstep.join(member)
+        asyncio.get_running_loop().call_later(50.0, lockstep.leave, "other")
+        return await world.live(TaskSpec("maze"), lockstep=lockstep)
+
+    t = run_virtual(main())
+    assert [turn.step_s for turn in t.turns] == pytest.approx([0.1, 0.1])
+    assert t.seconds["step"] > 45.0
 
 
 def test_a_reward_function_scores_the_text_of_the_trajectory() -> None:

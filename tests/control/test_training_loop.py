@@ -223,6 +223,7 @@ def test_zero_variance_groups_are_replaced_up_to_the_limit() -> None:
     run = trained(env=env, rollout__zero_variance="replace", rollout__groups_per_batch=4, rollout__replace_limit=0.5)
     assert len(run.hooks.summaries) == 6
     assert 10 <= run.scheduler.book.counts.zero_variance <= 14
+    assert run.recorder.counts["groups/zero_variance/maze"] == run.scheduler.book.counts.zero_variance
 
 
 @pytest.mark.parametrize("schedule", ALL)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from rollart.cli import main
+from rollart.data.simulated.profile import load_profile
 from rollart.run_folder import checkpoints, resolved_config
 from tests.e2e.laboratory import Laboratory, batches, check_audit, lines, summary
 
@@ -82,6 +83,15 @@ def test_a_run_can_be_evaluated(trained: Path, capsys: pytest.CaptureFixture[str
     assert "checkpoint of step 14" in heading
     assert line.startswith("shouting: success ")
     assert "episodes 3  failed 0" in line
+
+
+def test_a_run_can_be_profiled(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.toml"
+    assert main(["profile", str(trained), "--out", str(out)]) == 0
+    profile = load_profile(str(out))
+    task = profile.tasks["shouting"]
+    assert min(task.turns.mean, task.prompt_tokens.mean, task.response_tokens.mean) >= 1
+    assert min(task.reset_s.mean, task.step_s.mean, profile.train_s_per_token or 0.0) > 0
 
 
 def test_resuming_a_completed_run_says_what_to_do(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,13 @@ def test_a_class_can_be_emulated_on_cpu() -> None:
     assert placement.pools[0].nodes == {"localhost": (0, 1, 2)}
 
 
+@pytest.mark.parametrize("where", ["ids = '0-1'", "nodes = { localhost = '0-1' }", "count = 2"])
+def test_devices_of_a_machine_without_accelerators_must_say_that_they_are_emulated(where: str) -> None:
+    with pytest.raises(ConfigError, match=r'pools.XPU: no node has a device of class .*set pools.XPU.device = "cpu"'):
+        placed(f"pools.XPU = {{ {where} }}", nodes=LAPTOP)
+    assert placed(f"pools.XPU = {{ {where}, device = 'cpu' }}", nodes=LAPTOP).pools[0].nodes == {"localhost": (0, 1)}
+
+
 def test_a_serverless_pool_is_a_number_of_calls_at_a_url() -> None:
     (pool, *_) = placed("pools.fn = { url = 'https://f.example/x', count = 8 }").pools
     assert (pool.device_class, pool.nodes) == ("serverless", {"serverless": tuple(range(8))})

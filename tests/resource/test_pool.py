@@ -106,11 +106,22 @@ def test_an_unknown_class_gets_the_nearest_one() -> None:
         Pools(SPECS).bind("r/w", "g", "H80")
 
 
-def test_a_pool_that_differs_from_the_one_in_the_store_is_refused() -> None:
+def test_a_pool_that_differs_from_the_one_in_use_is_refused() -> None:
     pools = Pools(SPECS)
     pools.declare([H800])
-    with pytest.raises(ConfigError, match=r"pools.train: .* differs \(cost 2.85 there, 3.0 here\)"):
+    pools.bind("first/w", "g", "H800")
+    with pytest.raises(ConfigError, match=r"pools.train: .* differs \(cost 2.85 there, 3.0 here\), and first holds"):
         pools.declare([msgspec.structs.replace(H800, cost=3.0)])
+
+
+def test_a_pool_that_nobody_holds_is_what_the_last_run_says() -> None:
+    pools = Pools([PoolSpec("p", "X", {"n": (0, 1), "gone": (0,)})])
+    pools.fail("p", "n", [0, 1])
+    pools.bind("r/w", "g", "X")
+    pools.release_run("r")
+    pools.declare([PoolSpec("p", "X", {"n": (0,)}, cost=3.0)])
+    assert [(row.node, row.total, row.free, row.failed, row.cost) for row in pools.rows()] == [("n", 1, 0, 1, 3.0)]
+    pools.check()
 
 
 def test_what_failed_is_not_bound_again_until_it_is_repaired() -> None:

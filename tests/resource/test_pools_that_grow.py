@@ -22,6 +22,7 @@ def test_a_node_that_joins_is_added_and_one_that_is_lost_stays_lost() -> None:
 
 def test_a_node_with_other_devices_is_refused_and_nothing_changes() -> None:
     pools = Pools([h20(one=2)])
+    pools.bind("first/w", "actor_gen", "H20")
     with pytest.raises(ConfigError, match=r"pools\.H20: this store has a pool of that name that differs \(nodes"):
         pools.declare([h20(one=3, two=1)])
     with pytest.raises(ConfigError, match="cost"):

@@ -96,6 +96,8 @@ class Function:
         usage = msgspec.structs.replace(self._usage, processes=capacity.processes, allocated_s=capacity.allocated_s)
         if self._endpoint.remote:
             usage.allocated_s = usage.billed_s
+        if self._breaker.is_open:
+            usage.trouble = str(self._last)
         usage.cost = usage.tries * self.policy.price_per_call + usage.billed_s * self.policy.price_per_second
         return usage if self._fallback is None else merged([usage, self._fallback.usage()])
 

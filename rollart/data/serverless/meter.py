@@ -38,6 +38,8 @@ class Usage(Struct):
     """Waiting for a place at the endpoint."""
     cost: float = 0.0
     """By the prices in the config."""
+    trouble: str = ""
+    """Why the endpoint is left alone at this moment; empty while calls go through."""
     latency: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     """Answered tries per bucket of `BOUNDS_S`."""
 
@@ -86,6 +88,8 @@ def merged(parts: Iterable[Usage]) -> Usage:
             if isinstance(mine, dict):
                 for cause, count in theirs.items():
                     mine[cause] = mine.get(cause, 0) + count
+            elif isinstance(mine, str):
+                setattr(total, name, mine or theirs)
             elif isinstance(mine, list):
                 mine[:] = [a + b for a, b in zip(mine, theirs, strict=True)]
             else:

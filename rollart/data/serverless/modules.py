@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from msgspec import Struct, field
 
 from rollart.data.targets import named
 from rollart.errors import ConfigError
+from rollart.imports import check_arguments
 
 
 class Source(Struct, frozen=True):
@@ -45,11 +45,12 @@ class Closure(Struct):
 def located(target: str, options: dict[str, Any]) -> Source:
     """The function at `module:name` or `file.py:name`. Raises ConfigError when there is none."""
     found = named(target, "function")
-    if options and not inspect.isclass(found):
-        raise ConfigError(f"--options: {target} is a plain function and takes none; write a class that takes them")
+    check_arguments(found, options, "--options", target)
     module, _, attribute = target.rpartition(":")
     if module.endswith(".py"):
         return Source(Path(module).stem, attribute, Path(module).resolve())
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(f"function: {target} is Python's own; package a function of yours that calls it")
     file = getattr(sys.modules[module], "__file__", None)
     if file is None or not file.endswith(".py"):
         raise ConfigError(f"function: {module} has no Python source, so it cannot be copied: {file}")

@@ -106,6 +106,19 @@ def test_an_endpoint_that_is_down_costs_no_call_that_can_wait():
     asyncio.run(main())
 
 
+def test_an_endpoint_that_is_left_alone_says_why_until_it_answers():
+    async def main():
+        endpoint = Scripted(away("no route to it"))
+        function = Function("it", endpoint, QUICK)
+        await asyncio.gather(*(function.call(n) for n in range(8)), return_exceptions=True)
+        assert merged([Usage(), function.usage()]).trouble == "no route to it"
+        endpoint.script = [None]
+        assert await function.call(1) == 1
+        assert not function.usage().trouble
+
+    asyncio.run(main())
+
+
 def test_while_the_endpoint_is_away_the_fallback_answers():
     async def main():
         endpoint, other = Scripted(away()), Scripted(None)

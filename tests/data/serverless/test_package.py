@@ -125,8 +125,17 @@ def test_the_command_in_the_users_folder_says_what_is_next(project, tmp_path):
         (["tests.data.serverless.user_functions:ecko"], "has no 'ecko'; did you mean 'echo'?"),
         (["tests.data.serverless.user_functions:loaded_at"], "which cannot be called"),
         (["tests.data.serverless.user_functions"], "is not of the form module:name"),
-        (["math:sqrt"], "has no Python source"),
-        (["tests.data.serverless.user_functions:echo", "--options", '{"a": 1}'], "is a plain function and takes none"),
+        (["msgspec._core:convert"], "has no Python source"),
+        (
+            ["tests.data.serverless.user_functions:echo", "--options", '{"a": 1}'],
+            "is a plain function, which takes none",
+        ),
+        (
+            ["tests.data.serverless.user_functions:Scaled", "--options", '{"facto": 1}'],
+            "--options.facto: unknown option",
+        ),
+        (["json:dumps"], "json:dumps is Python's own"),
+        (["math:sqrt"], "math:sqrt is Python's own"),
     ],
 )
 def test_what_cannot_be_packaged_is_told(capsys, tmp_path, words, reason):
