@@ -149,7 +149,7 @@ class Space:
         return int(max(0.0, money) / pool.cost * ROUNDING) // pool.step * pool.step
 
     def _resized(self, trainer: Trainer, total: float) -> Trainer:
-        """About so many devices, in whole steps of the pool; workers as large as they are, or as divides them evenly."""
+        """About so many devices, in whole steps of the pool; workers as large as they are, or as divides them."""
         step = self.pools[trainer.device_class].step
         devices = max(step, round(total / step) * step)
         most = min(trainer.devices, node_size(self.config), devices)
