@@ -62,9 +62,9 @@ utilisation, waits, staleness, lost work, cost, and the share of what is possibl
 
   --trace opens in https://ui.perfetto.dev; docs/simulate.md says what the models are"""
 PLANNING = """\
-Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies, first in short, then
-the best for as many steps as the config says, and prints the best with what they change and why they gain. The first
-is written as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
+Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies: first in short, then
+the best for as many steps as the config says. Prints the best plans, what they change and why they gain, and writes the
+best one as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
 config cost an hour, and its alpha is at most the config's own. Ctrl-C ends the search with the best so far.
 docs/plan.md says more."""
 PACKAGING = """\

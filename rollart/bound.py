@@ -246,8 +246,8 @@ class Rollout:
         prices, mean_prices, mean_loads = self.prices, dict(self.prices), dict.fromkeys(self.prices, 0.0)
         for number in range(1, ITERATIONS + 1):
             loads = self._priced(prices)
-            mean_prices = _moved(mean_prices, prices, 1 / number)
-            mean_loads = _moved(mean_loads, loads, 1 / number)
+            mean_prices = _moved(mean_prices, prices, 2 / (number + 1))
+            mean_loads = _moved(mean_loads, loads, 2 / (number + 1))
             self.reached_s = min(self.reached_s, max(mean_loads.values()))
             if number % 10 == 0:
                 self._priced(mean_prices)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rollart import toml
 from rollart.config import Config, from_dict, to_dict
@@ -22,8 +23,8 @@ from rollart.sections import SimulateConfig
 from rollart.types import NodeInfo
 
 AUTO: Literal["auto"] = "auto"
-LARGE = 4
-"""Nodes from which on a pool grows and shrinks by whole nodes."""
+STEPS = 12
+"""A pool changes by about this part of it, at most by a node."""
 
 Affinity = tuple[tuple[str, str], ...] | Literal["auto"]
 Counts = tuple[tuple[str, int], ...]
@@ -97,8 +98,7 @@ def pools(config: Config) -> list[Pool]:
             )
         if not pool.count:
             raise ConfigError(f"{key}.count: a plan varies the number of devices; say how many there are now")
-        size = node_size(config)
-        step = size if pool.count >= LARGE * size else 1
+        step = min(node_size(config), 1 << max(0, (pool.count // STEPS).bit_length() - 1))
         reserved = _reserved(config, device_class)
         found[device_class] = Pool(name, device_class, pool.count, pool.cost, pool.share or 1, reserved, step)
     if not found:
@@ -115,7 +115,8 @@ def given(config: Config) -> Choice:
     """The choice that a config makes. Raises ConfigError, ResourceError."""
     devices = {pool.device_class: pool.count for pool in pools(config)}
     node = NodeInfo("planned", {CPU: 1, **devices}, cuda=tuple(devices))
-    placed = place(config, [node], roles=("actor_train", "actor_gen"))
+    # Any number of training workers: here they are a matter of devices alone.
+    placed = place(replace(config, trainer="simulated"), [node], roles=("actor_train", "actor_gen"))
     training, generating = placed.of_role("actor_train"), placed.of_role("actor_gen")
     rollout = config.rollout
     return Choice(

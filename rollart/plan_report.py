@@ -1,4 +1,4 @@
-"""What `rollart plan` found, prints and writes: the best plans, what they change, why they gain, and one as a config.
+"""What `rollart plan` found, prints and writes: the best plans, what they change, why they gain, one as a config.
 
 Invariant: every figure and every reason is taken from two simulations, that of the given config and that of the plan.
 What this file leaves out: how plans are found (`planner.py`).

@@ -31,6 +31,8 @@ FACTORS = (0.5, 0.75, 1.25, 1.5, 2.0)
 """By which a neighbour has more or fewer devices for training."""
 STEPS = (1, 4)
 """Steps of a pool that a neighbour trades for devices of another class."""
+BUSY, MORE = 0.95, 1.25
+"""Training that takes more than this share of the time may need so many more devices."""
 ROUNDING = 1 + 1e-9
 
 
@@ -88,6 +90,11 @@ class Space:
         found = _distinct([*self._splits(choice), *self._trades(choice), *self._policies(choice)])
         return [each for each in found if each != choice]
 
+    def balanced(self, choice: Choice, busy: float) -> Choice | None:
+        """Another split, given the share of the time that training takes: as many devices as it needs, or some more."""
+        total = choice.trainer.total * (MORE if busy > BUSY else busy)
+        return self._fitted(replace(choice, trainer=self._resized(choice.trainer, total)), dict(choice.devices))
+
     def merged(self, parent: Choice, one: Choice, other: Choice) -> Choice | None:
         """What both changed of their parent, together; where they changed the same, `one` has its way."""
         changed = {
@@ -142,9 +149,12 @@ class Space:
         return int(max(0.0, money) / pool.cost * ROUNDING) // pool.step * pool.step
 
     def _resized(self, trainer: Trainer, total: float) -> Trainer:
-        """About so many devices: workers of the size that they have, or that a node allows."""
-        size = max(1, min(trainer.devices, node_size(self.config), round(total)))
-        return replace(trainer, workers=max(1, round(total / size)), devices=size)
+        """About so many devices, in whole steps of the pool; workers as large as they are, or as divides them."""
+        step = self.pools[trainer.device_class].step
+        devices = max(step, round(total / step) * step)
+        most = min(trainer.devices, node_size(self.config), devices)
+        size = next(each for each in range(most, 0, -1) if devices % each == 0)
+        return replace(trainer, workers=devices // size, devices=size)
 
     def _splits(self, choice: Choice) -> Iterator[Choice | None]:
         """More or fewer devices for training, or another class for it."""

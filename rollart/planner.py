@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -44,10 +45,16 @@ BEAM = 2
 """Plans whose neighbours are tried in a round."""
 MERGED = 3
 """Siblings whose improvements are tried together with the best one's."""
+BALANCED = 6
+"""Best plans whose split of devices is tried anew, as their simulation suggests."""
+SLACK = 0.1
+"""What idle devices are worth while exploring: what limits a plan may be what the next change removes."""
+PATIENCE = 2
+"""Rounds without a gain after which exploring ends."""
 SHORT = 2
 """Measured steps of an exploring simulation."""
 WORTH = 0.005
-"""Gain of a round below which exploring ends."""
+"""Gain of a round below which it counts as none."""
 WIDTH = 8
 """Plans of a round at least; beyond it a quarter of the trials."""
 
@@ -170,15 +177,15 @@ class _Search:
     def _explore(self) -> None:
         """Rounds of short simulations, as long as they gain and trials are left for the second phase."""
         short, start = self._rungs[0], self._space.start()
-        frontier, best = self._space.grid(), 0.0
+        frontier, best, in_vain = self._space.grid(), 0.0, 0
         for each in frontier:
             self._parents.setdefault(each, start or each)
-        while frontier and self._left() > 0:
+        while frontier and self._left() > 0 and in_vain < PATIENCE:
             self._evaluate(frontier[: self._left()], short)
-            ranked = self._ranked(short)
-            if (reached := self._gain(ranked[0], short)) <= best * (1 + WORTH):
-                return
-            best = reached
+            ranked = self._promising(short)
+            reached = max(self._gain(each, short) for each in ranked)
+            in_vain = 0 if reached > best * (1 + WORTH) else in_vain + 1
+            best = max(best, reached)
             frontier = self._next(ranked)
 
     def _left(self) -> int:
@@ -186,17 +193,20 @@ class _Search:
         return self._trials - self._num_done - sum(number + 1 for number in self._survivors)
 
     def _next(self, ranked: Sequence[Choice]) -> list[Choice]:
-        """What improvements give together, then neighbours of the best; none that was tried."""
-        found: list[Choice] = []
-        for best in ranked[:BEAM]:
-            found += self._merged(best, ranked)
-        for best in ranked[:BEAM]:
-            neighbours = self._space.neighbours(best)
-            for each in neighbours:
-                self._parents.setdefault(each, best)
-            found += neighbours
-        fresh = [each for each in dict.fromkeys(found) if not self._tried(each)]
+        """What improvements give together, better splits, then in turn neighbours of both; none that was tried."""
+        merged = [each for best in ranked[:BEAM] for each in self._merged(best, ranked)]
+        balanced = [self._born(self._balanced(each), each) for each in ranked[:BALANCED]]
+        centres = [*ranked[:1], *balanced[:1], *ranked[1:BEAM]]
+        around = [[self._born(each, centre) for each in self._space.neighbours(centre)] for centre in centres if centre]
+        found = [*merged, *balanced, *(each for row in zip_longest(*around) for each in row)]
+        fresh = [each for each in dict.fromkeys(found) if each is not None and not self._tried(each)]
         return fresh[: max(WIDTH, self._trials // 4)]
+
+    def _born(self, choice: Choice | None, parent: Choice) -> Choice | None:
+        """It was made from that one, unless it had been before."""
+        if choice is not None:
+            self._parents.setdefault(choice, parent)
+        return choice
 
     def _merged(self, best: Choice, ranked: Sequence[Choice]) -> list[Choice]:
         """The best of a family with the next best of it, and with the next, as long as these beat their parent too."""
@@ -206,10 +216,15 @@ class _Search:
         for sibling in family[:MERGED]:
             both = self._space.merged(parent, merged, sibling) if self._gain(sibling, short) > worth else None
             if both is not None:
-                self._parents.setdefault(both, best)
-                found.append(both)
                 merged = both
+                found.append(both)
+                self._born(both, best)
         return found
+
+    def _balanced(self, choice: Choice) -> Choice | None:
+        """Fewer devices for a trainer that waits, more for one that does not."""
+        simulation = self._results[choice, self._rungs[0]]
+        return self._space.balanced(choice, simulation.breakdown.get("training", 0.0) / simulation.step_s)
 
     # ------------------------------------------------------------------------------------------------------ simulating
     def _evaluate(self, choices: Iterable[Choice], steps: int) -> None:
@@ -250,9 +265,23 @@ class _Search:
 
     # --------------------------------------------------------------------------------------------------------- ranking
     def _ranked(self, steps: int) -> list[Choice]:
-        """Best first; equal ones in an order that does not depend on who ended first."""
+        """Best first; among equal ones those that cost less, then those that change less."""
         there = [choice for choice, length in self._results if length == steps]
-        return sorted(there, key=lambda choice: (-self._worth(choice, steps), repr(choice)))
+        return sorted(there, key=lambda choice: self._rank(choice, steps))
+
+    def _promising(self, steps: int) -> list[Choice]:
+        """As `_ranked`, but among about equal ones first those whose devices have more left to give."""
+
+        def soft(choice: Choice) -> float:
+            shares = self._results[choice, steps].utilisation.values()
+            return self._worth(choice, steps) / (1 + SLACK * sum(shares) / max(1, len(shares)))
+
+        return sorted(self._ranked(steps), key=lambda choice: -soft(choice))
+
+    def _rank(self, choice: Choice, steps: int) -> tuple[float, float, int, str]:
+        """Less is better. It does not depend on who was simulated first."""
+        cost, number = self._space.cost(dict(choice.devices)), len(changes(self._given, choice))
+        return -self._worth(choice, steps), cost, number, repr(choice)
 
     def _worth(self, choice: Choice, steps: int) -> float:
         """More is better."""
