@@ -46,7 +46,7 @@ class Trainer(Struct, frozen=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """A plan. `devices` and `engines`: per device class; `alpha`: None where the schedule implies it.
 
-    affinity: (tag, class) pairs, `auto`, or () for none. prefill: the class that only prefills, or "".
+    affinity: (tag, class) pairs in order, `auto`, or () for none. prefill: the class that only prefills, or "".
     """
 
     schedule: str
@@ -127,7 +127,7 @@ def given(config: Config) -> Choice:
         engines=tuple(Counter(each.device_class for each in generating).items()),
         tensor_parallel=generating[0].num_devices,
         prefill=config.simulate.prefill if config.simulate else "",
-        affinity=tuple(config.affinity.items()) if isinstance(config.affinity, dict) else AUTO,
+        affinity=tuple(sorted(config.affinity.items())) if isinstance(config.affinity, dict) else AUTO,
         extra_groups=rollout.extra_groups,
         extra_members=rollout.extra_members,
         on_target=rollout.on_target,

@@ -187,7 +187,7 @@ class Space:
             *({"prefill": name} for name in ("", *dict(choice.engines)) if len(choice.engines) > 1),
             *({"extra_groups": each} for each in self._extra_groups(choice)),
             *({"extra_members": each} for each in (choice.extra_members - 1, choice.extra_members + 1) if each >= 0),
-            {"on_target": "keep" if choice.on_target == "abort" else "abort"},
+            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups),
             *({"engine_slots": each} for each in (choice.engine_slots // 2, choice.engine_slots * 2) if each),
             *({"alpha": each} for each in self._alphas(choice)),
             *self._other_schedules(choice),
@@ -236,7 +236,7 @@ def _among(affinity: Affinity, classes: Sequence[str]) -> Affinity:
     """An affinity without the classes that are not there; none where there is no choice."""
     if len(classes) < 2:
         return ()
-    return AUTO if affinity == AUTO else tuple((tag, name) for tag, name in affinity if name in classes)
+    return AUTO if affinity == AUTO else tuple(sorted((tag, name) for tag, name in affinity if name in classes))
 
 
 def _distinct(choices: Iterable[Choice | None]) -> list[Choice]:

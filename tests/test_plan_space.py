@@ -147,3 +147,10 @@ def test_pools_that_are_shared_in_turn_serve_both_roles_with_all_devices() -> No
 def test_what_cannot_be_planned_is_said(overrides: tuple[str, ...], allowed: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         space(made(*overrides), **allowed)
+
+
+def test_the_order_in_which_an_affinity_is_written_means_nothing() -> None:
+    one, other = 'affinity={ pages = "H800", proofs = "H20" }', 'affinity={ proofs = "H20", pages = "H800" }'
+    assert given(made(one)) == given(made(other))
+    grid = space(made(other)).grid()
+    assert sum(choice.affinity == given(made(one)).affinity for choice in grid if choice.devices == grid[0].devices) > 1
