@@ -70,6 +70,11 @@ class Choice(Struct, frozen=True, kw_only=True):
             return implied
         return 1.0 if self.alpha is None else self.alpha
 
+    def kinds(self, other: Choice) -> set[str]:
+        """In what it differs; the mix and the split of devices are one, engines follow from others."""
+        differing = {name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)}
+        return {"devices" if name == "trainer" else name for name in differing - {"engines"}}
+
 
 class Pool(Struct, frozen=True):
     """The pool of a device class. `reserved`: devices of roles that plans leave alone; `step`: devices per change."""
