@@ -30,6 +30,8 @@ COST = {"H800": 2.85, "H20": 1.0}
 PREFILL_HEAVY = ("swe_bench", "webshop", "frozenlake")
 DECODE_HEAVY = ("gem_math", "gem_game")
 TENSOR_PARALLEL = {"Qwen3-8B": 1, "Qwen3-14B": 2, "Qwen3-32B": 4, "Qwen3-30B-A3B": 2}
+PATIENCE = {"reset_timeout_s": 1200.0, "step_timeout_s": 120.0}
+"""A reset may take hundreds of seconds (paper, section 7), and is waited for."""
 Row = dict[str, Any]
 
 
@@ -78,7 +80,7 @@ def config(settings: Settings, schedule: str, **changes: Any) -> Config:
         "seed": settings.seed,
         "steps": settings.steps + settings.warmup,
         "schedule": schedule,
-        "tasks": {name: {} for name in settings.mixture},
+        "tasks": {name: dict(PATIENCE) for name in settings.mixture},
         "pools": {
             name: {
                 "count": count,
