@@ -8,7 +8,7 @@ it was taken; Sync+ fits both what it says of iterations with and without failur
 are those of the trajectory that ends last, which add up to the rollout. An iteration with a failure is one that takes
 another time than the same iteration where no reset fails.
 
-Affinity: 2 H800 against 6 H20, one task each; the paper does not say how many trajectories: 4, 8 and 16 groups of 8 for
+Affinity: 2 H800 against 6 H20, one task each; the paper does not say how many trajectories: 8, 16 and 32 groups of 8 for
 GEM-math, 4, 8 and 12 for FrozenLake (of which 16 do not fit into the KV memory of 2 H800).
 """
 
@@ -92,7 +92,7 @@ def _failures(well: Simulation, failing: Simulation) -> Iterator[Row]:
 def _affinity(settings: Settings) -> Iterator[Row]:
     for task, one, other, published, sizes in (
         ("frozenlake", "H800", "H20", 0.53, (4, 8, 12)),
-        ("gem_math", "H20", "H800", [0.49, 0.79], (4, 8, 16)),
+        ("gem_math", "H20", "H800", [0.49, 0.79], (8, 16, 32)),
     ):
         for groups in sizes:
             here = replace(settings, model="Qwen3-8B", tasks=(task,), groups=groups, members=8, steps=2)
