@@ -167,6 +167,8 @@ class _Mark(Struct, frozen=True):
     aborted: dict[str, int] = {}
     discarded: dict[str, int] = {}
     engines: dict[str, EngineStats] = {}
+    reward_busy_s: float = 0.0
+    reward_paid_s: float = 0.0
 
 
 class _Run:
@@ -187,7 +189,7 @@ class _Run:
         self._ledger = Ledger()
         self._said: list[str] = []
         self._engines: dict[str, EngineStats] = {}
-        self._mark = _Mark()
+        self._mark = self._end = _Mark()
         self._step_times: list[float] = []
         self._batches: list[list[TrainedTrajectory]] = []
         self._wasted: Counter[str] = Counter()
@@ -207,7 +209,7 @@ class _Run:
             faults = asyncio.ensure_future(self._strike(runtime))
             try:
                 await loop.run()
-                self._engines |= await self._proxy.stats()
+                self._end = await self._now()
             finally:
                 faults.cancel()
                 await asyncio.gather(faults, return_exceptions=True)
@@ -275,6 +277,7 @@ class _Run:
     async def _now(self) -> _Mark:
         state = self._ledger.state()
         self._engines |= (stats := await self._proxy.stats())
+        rewards = (await self._workers.reward.usage()).values() if self._workers.reward else ()
         return _Mark(
             at_s=asyncio.get_running_loop().time(),
             waits_s={**self._ledger.snapshot()["waits_s"]},
@@ -283,6 +286,8 @@ class _Run:
             aborted=state["aborted"],
             discarded=state["discarded"],
             engines=dict(stats),
+            reward_busy_s=sum(each.busy_s for each in rewards),
+            reward_paid_s=sum(each.allocated_s for each in rewards),
         )
 
     # ---------------------------------------------------------------------------------------- recorder of trajectories
@@ -338,6 +343,7 @@ class _Run:
             bound=bound,
             share_of_possible=bound.step_s / step_s,
             trajectories=_means(trained),
+            longest=[max((each.seconds for each in batch), key=_seconds_of) for batch in self._batches],
             resources={name: str(self._workers.classes[name]) for name in self._workers.classes},
             events=self._said,
         )
@@ -352,7 +358,16 @@ class _Run:
         return {
             **{name: sum(shares) / len(shares) for name, shares in busy.items()},
             f"actor_train {trainer}": train_s / seconds,
+            **self._reward_utilisation(),
         }
+
+    def _reward_utilisation(self) -> dict[str, float]:
+        members = self._workers.of_role("reward")
+        paid_s = self._end.reward_paid_s - self._mark.reward_paid_s
+        if not members or paid_s <= 0:
+            return {}
+        busy_s = self._end.reward_busy_s - self._mark.reward_busy_s
+        return {f"reward {members[0].binding.device_class}": busy_s / paid_s}
 
 
 def cost_per_hour(config: Config) -> float:
@@ -396,6 +411,10 @@ def _difference(after: Mapping[str, EngineStats], before: Mapping[str, EngineSta
 
 def _counts(after: Mapping[Any, int], before: Mapping[Any, int]) -> dict[str, int]:
     return {str(key): after[key] - before.get(key, 0) for key in sorted(after) if after[key] != before.get(key, 0)}
+
+
+def _seconds_of(stages: Mapping[str, float]) -> float:
+    return sum(stages.values())
 
 
 def _means(trained: list[TrainedTrajectory]) -> dict[str, dict[str, float]]:
