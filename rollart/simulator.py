@@ -338,7 +338,7 @@ class _Run:
             bound=bound,
             share_of_possible=bound.step_s / step_s,
             trajectories=_means(trained),
-            resources={name: str(self._workers.classes[name]) for name in self._workers.classes},
+            resources=self._workers.classes,
             events=self._said,
         )
 
