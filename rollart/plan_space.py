@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -207,10 +207,13 @@ class Space:
                 found.append(tuple(zip(self.tags, split, strict=True)))
         return found if len(names) > 1 else []
 
-    def _extra_groups(self, choice: Choice) -> list[int]:
-        """An eighth of a batch more or less."""
+    def _extra_groups(self, choice: Choice) -> list[int | Literal["auto"]]:
+        """By measurement, where admission is continuous; an eighth of a batch more or less."""
+        if choice.extra_groups == AUTO:
+            return [0]
         step = max(1, self.config.rollout.groups_per_batch // 8)
-        return [each for each in (choice.extra_groups - step, choice.extra_groups + step) if each >= 0]
+        paced: list[int | Literal["auto"]] = [AUTO] if SCHEDULES[choice.schedule].admission == "continuous" else []
+        return paced + [each for each in (choice.extra_groups - step, choice.extra_groups + step) if each >= 0]
 
     def _alphas(self, choice: Choice) -> list[float]:
         if choice.alpha is None:
