@@ -58,7 +58,7 @@ from rollart.control.background import Background
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
-from rollart.data.engines.emulated import PARAMS, SLOWDOWN
+from rollart.data.engines.emulation import PARAMS, SLOWDOWN
 from rollart.pipeline import model_folder
 from rollart.resource.affinity import Affinity
 from rollart.resource.classes import CLASSES

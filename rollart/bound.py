@@ -147,7 +147,11 @@ def lower_bound(config: Config, profile: Profile, model: ModelShape, batches: Ba
     trainer, num_devices = pace(trainers[0], 1), sum(each.num_devices for each in trainers)
     lengths = [[sum(each.prompts) + sum(each.responses) for each in batch] for batch in batches]
     per_token_s = profile.train_s_per_token
-    train_s = [per_token_s * sum(each) if per_token_s else trainer.train_seconds(each, num_devices) for each in lengths]
+    generated = [sum(sum(each.responses) for each in batch) for batch in batches]
+    train_s = [
+        per_token_s * number if per_token_s else trainer.train_seconds(each, num_devices)
+        for each, number in zip(lengths, generated, strict=True)
+    ]
     staleness = Staleness.of(config.effective_alpha, config.rollout.groups_per_batch)
     return bound_of(batches, train_s, engines, staleness, config.rollout.group_size, config.plan.lockstep)
 

@@ -96,7 +96,9 @@ class Limits(Struct, frozen=True):
 
     alpha: float
     slots: int
-    """Groups admitted and not yet trained, dropped or aborted."""
+    """Groups admitted and not yet trained, dropped or aborted, at most."""
+    needed_slots: int
+    """Those of them that alpha asks for; the others are redundant."""
     trajectories_in_flight: int
     """Upper bound of running trajectories."""
     buffer_groups: int
@@ -110,11 +112,13 @@ class Limits(Struct, frozen=True):
 def limits(config: Config) -> Limits:
     """Derived limits: slots = ceil((alpha + 1) x groups per batch) + extra groups (paper section 5)."""
     rollout = config.rollout
-    slots = math.ceil((config.effective_alpha + 1) * rollout.groups_per_batch) + rollout.extra_groups
+    needed = math.ceil((config.effective_alpha + 1) * rollout.groups_per_batch)
+    slots = needed + (rollout.groups_per_batch if rollout.extra_groups == "auto" else rollout.extra_groups)
     in_flight = slots * (rollout.group_size + rollout.extra_members)
     return Limits(
         alpha=config.effective_alpha,
         slots=slots,
+        needed_slots=needed,
         trajectories_in_flight=in_flight,
         buffer_groups=slots,
         shards=1 if unshardable(config) else math.ceil(in_flight / rollout.shard_trajectories),
@@ -221,6 +225,11 @@ def _check_alpha(config: Config) -> None:
 def _check_batch(config: Config) -> None:
     rollout, train = config.rollout, config.train
     groups = rollout.groups_per_batch
+    if rollout.extra_groups == "auto" and config.plan.admission != "continuous":
+        raise ConfigError(
+            f"rollout.extra_groups: 'auto' paces continuous admission, but schedule {config.schedule!r} admits a batch "
+            "at a time; give a number, or take schedule 'rollart'"
+        )
     if groups % train.minibatches:
         near = min((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - train.minibatches))
         raise ConfigError(

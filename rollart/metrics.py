@@ -7,6 +7,7 @@ go (`run_folder.py`, `console.py`).
 Names are paths with '/': `reward/frozenlake`. Those that `Metrics.trajectory` makes itself:
 
     trajectories, trajectories/kept, trajectories/<task>, stopped/<reason>
+    steps/<task>                                                          turns of all trajectories
     reward/<task>, success/<task>, turns/<task>                           of trajectories that will be trained on
     tokens, tokens/generated                                              of all trajectories
     length/kept, length/all                                               generated tokens; their gap is the bias of
@@ -151,6 +152,7 @@ class Metrics:
             ("trajectories/kept", int(kept)),
             (f"trajectories/{task}", 1),
             (f"stopped/{trajectory.stop_reason}", 1),
+            (f"steps/{task}", len(trajectory.turns)),
             ("tokens", trajectory.num_tokens),
             ("tokens/generated", generated),
             *((f"seconds/{stage}", seconds) for stage, seconds in trajectory.seconds.items()),

@@ -46,7 +46,8 @@ class Trainer(Struct, frozen=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """A plan. `devices` and `engines`: per device class; `alpha`: None where the schedule implies it.
 
-    affinity: (tag, class) pairs in order, `auto`, or () for none. prefill: the class that only prefills, or "".
+    affinity: (tag, class) pairs in order, `auto`, or () for none. extra_groups: a number, or `auto`
+    (`control/pacing.py`). prefill: the class that only prefills, or "".
     """
 
     schedule: str
@@ -57,7 +58,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     prefill: str
     affinity: Affinity
-    extra_groups: int
+    extra_groups: int | Literal["auto"]
     extra_members: int
     on_target: Literal["abort", "keep"]
     engine_slots: int

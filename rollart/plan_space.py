@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -187,7 +187,7 @@ class Space:
             *({"prefill": name} for name in ("", *dict(choice.engines)) if len(choice.engines) > 1),
             *({"extra_groups": each} for each in self._extra_groups(choice)),
             *({"extra_members": each} for each in (choice.extra_members - 1, choice.extra_members + 1) if each >= 0),
-            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups),
+            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups not in (0, AUTO)),
             *({"engine_slots": each} for each in (choice.engine_slots // 2, choice.engine_slots * 2) if each),
             *({"alpha": each} for each in self._alphas(choice)),
             *self._other_schedules(choice),
@@ -207,10 +207,13 @@ class Space:
                 found.append(tuple(zip(self.tags, split, strict=True)))
         return found if len(names) > 1 else []
 
-    def _extra_groups(self, choice: Choice) -> list[int]:
-        """An eighth of a batch more or less."""
+    def _extra_groups(self, choice: Choice) -> list[int | Literal["auto"]]:
+        """By measurement, where admission is continuous; an eighth of a batch more or less."""
+        if choice.extra_groups == AUTO:
+            return [0]
         step = max(1, self.config.rollout.groups_per_batch // 8)
-        return [each for each in (choice.extra_groups - step, choice.extra_groups + step) if each >= 0]
+        paced: list[int | Literal["auto"]] = [AUTO] if SCHEDULES[choice.schedule].admission == "continuous" else []
+        return paced + [each for each in (choice.extra_groups - step, choice.extra_groups + step) if each >= 0]
 
     def _alphas(self, choice: Choice) -> list[float]:
         if choice.alpha is None:

@@ -23,14 +23,17 @@ from rollart.data.simulated.fit import fitted, rounded, shared_part
 from rollart.data.simulated.profile import NOTHING, Link, Profile, Spread, TaskProfile, load_profile
 from rollart.errors import ConfigError, RunFolderError
 from rollart.run_folder import resolved_config
+from rollart.types import ABORTED
 
 ENOUGH = 30
 """Sampled trajectories of a task below which its numbers are rough."""
 GROUPS = 8
 """Groups with several samples from which it can be told what their members share."""
+BIASED = 0.05
+"""Share of aborted trajectories from which those that were trained on no longer stand for all."""
 NO_REWARD_S = 1e-3
 """A trajectory that is scored faster than this was scored by its environment."""
-UNLIMITED = 1e15
+UNLIMITED = 1e18
 
 
 class Recorded(Struct, frozen=True):
@@ -108,16 +111,23 @@ def recorded(folder: str | Path) -> Recorded:
         links={"push": push, "pull": free, "load": free, "kv": paper.links["kv"]},
         tasks={name: _task(run, name, by_task[name]) for name in run.config.tasks if name in by_task},
     )
-    return Recorded(profile, list(_warnings(run.config, by_task)))
+    return Recorded(profile, list(_warnings(run, by_task)))
 
 
-def _warnings(config: Config, by_task: Mapping[str, Sequence[_Sample]]) -> Iterator[str]:
-    if missing := [name for name in config.tasks if name not in by_task]:
+def _warnings(run: _Run, by_task: Mapping[str, Sequence[_Sample]]) -> Iterator[str]:
+    if missing := [name for name in run.config.tasks if name not in by_task]:
         yield f"no sampled trajectory of {', '.join(missing)}: left out; log.trajectories_every = 1 samples every step"
     if few := [f"{name} {len(samples)}" for name, samples in by_task.items() if len(samples) < ENOUGH]:
         yield (
             f"few sampled trajectories ({', '.join(few)}), so that numbers of these tasks are rough; "
             "log.trajectories_every = 1 and log.trajectories = 64 keep more"
+        )
+    aborted = sum(run.totals.get(f"stopped/{reason}", 0.0) for reason in ABORTED)
+    share = aborted / max(1.0, run.totals.get("trajectories", 0.0))
+    if share > BIASED:
+        yield (
+            f"{share:.0%} of the trajectories were aborted, long ones first, so that the samples are too short; "
+            "a run with schedule = 'sync_plus' and without redundancy shows all of them"
         )
 
 
@@ -197,7 +207,7 @@ def _task(run: _Run, name: str, samples: Sequence[_Sample]) -> TaskProfile:
     responses = [tokens for sample in samples for tokens in sample.turn_response_tokens]
     turns, difficulty = _turns(samples)
     failing_reset, reset_rate, failed_resets = _reset_failures(run, name, samples)
-    step_rate, failed_steps = _step_failures(run, name, len(steps) / len(samples))
+    step_rate, failed_steps = _step_failures(run, name)
     reward, overhead, scored = _reward(run, name, samples)
     equal, counted = _equal_rewards(run, name)
     of_samples = f"{len(samples)} sampled trajectories"
@@ -253,10 +263,10 @@ def _reset_failures(run: _Run, name: str, samples: Sequence[_Sample]) -> tuple[S
     return fitted(seen) if len(seen) >= ENOUGH else mean, rounded(failed / tries), reason
 
 
-def _step_failures(run: _Run, name: str, turns_mean: float) -> tuple[float, str]:
-    failed, ended = run.totals.get(f"steps/{name}/failed", 0.0), run.totals.get(f"trajectories/{name}", 0.0)
-    reason = f"{failed:.0f} failed in {ended:.0f} trajectories of {turns_mean:.3g} steps"
-    return (rounded(min(1.0, failed / (ended * turns_mean))) if failed else 0.0), reason
+def _step_failures(run: _Run, name: str) -> tuple[float, str]:
+    failed, steps = (run.totals.get(f"steps/{name}{part}", 0.0) for part in ("/failed", ""))
+    rate = rounded(failed / steps) if failed and steps else 0.0
+    return rate, f"{failed:.0f} of {steps:.0f} steps of all trajectories"
 
 
 def _reward(run: _Run, name: str, samples: Sequence[_Sample]) -> tuple[Spread, Spread, str]:

@@ -72,8 +72,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
     groups_per_batch: Annotated[int, Meta(ge=1, le=1_000_000)] = 16
     group_size: Count = 8
-    extra_groups: Whole = 0
-    """Groups started beyond the slots that a batch needs (redundancy)."""
+    extra_groups: Whole | Literal["auto"] = 0
+    """Groups started beyond the slots that a batch needs (redundancy). "auto": as many as keep the trainer from waiting
+    while the engines have room, at most a batch; none is ended for being slow (`on_target` is then keep)."""
     extra_members: Whole = 0
     """Members started per group beyond `group_size` (redundancy)."""
     on_target: Literal["abort", "keep"] = "abort"

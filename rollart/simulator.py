@@ -3,8 +3,8 @@
 TrainingLoop, RolloutScheduler, EnvManagers, LLMProxy, Router, SampleBuffer, Supervisor, ResourceManager and Workers are
 those of `rollart train`; only what lives in the workers is simulated (`data/simulated`).
 
-Invariant: the same config gives the same result, bit for bit; nothing sleeps, nothing loads torch. What this file leaves
-out: what a device needs for a step (`data/simulated/device.py`), and how a result is shown (`simulation.py`).
+Invariant: the same config gives the same result, bit for bit; nothing sleeps, nothing loads torch. What this file
+leaves out: what a device needs for a step (`data/simulated/device.py`), and how a result is shown (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def profiles_of(config: Config, profile: Profile) -> dict[str, TaskProfile]:
     chosen = (config.simulate or SimulateConfig()).tasks
     for name in chosen:
         if name not in config.tasks:
-            raise ConfigError(f"simulate.tasks.{toml.key(name)}: no task has this name{nearest(name, config.tasks)}")
+            raise ConfigError(f"simulate.tasks.{toml.key(name)}: no task has this name{nearest(name, [*config.tasks])}")
     found = {}
     for name in config.tasks:
         wanted = chosen.get(name, name)
         if wanted not in profile.tasks:
             raise ConfigError(
-                f"tasks.{toml.key(name)}: the profile has no task {wanted!r}{nearest(wanted, profile.tasks)}; "
+                f"tasks.{toml.key(name)}: the profile has no task {wanted!r}{nearest(wanted, [*profile.tasks])}; "
                 f'say which stands for it: simulate.tasks.{toml.key(name)} = "..."'
             )
         found[name] = profile.tasks[wanted]
@@ -332,9 +332,9 @@ class _Run:
             wasted_tokens=dict(self._wasted),
             generated_tokens=sum(each.generated_tokens for each in engines.values()),
             recomputed_tokens=sum(each.recomputed_tokens for each in engines.values()),
-            preemptions=0,
             cost_per_hour=cost,
             cost_per_million_tokens=cost * seconds / 3600 / (tokens / 1e6),
+            preemptions=sum(each.preempted for each in engines.values()),
             bound=bound,
             share_of_possible=bound.step_s / step_s,
             trajectories=_means(trained),
@@ -377,7 +377,15 @@ def _compact(trajectory: Trajectory) -> TrainedTrajectory:
 
 
 def _difference(after: Mapping[str, EngineStats], before: Mapping[str, EngineStats]) -> dict[str, EngineStats]:
-    fields = ("busy_s", "steps", "generated_tokens", "prefilled_tokens", "cached_tokens", "recomputed_tokens")
+    fields = (
+        "busy_s",
+        "steps",
+        "generated_tokens",
+        "prefilled_tokens",
+        "cached_tokens",
+        "recomputed_tokens",
+        "preempted",
+    )
     return {
         name: replace(stats, **{each: getattr(stats, each) - getattr(before[name], each) for each in fields})
         if name in before

@@ -49,7 +49,10 @@ class Sampling(Struct, frozen=True):
 
 
 class GenRequest(Struct, frozen=True):
-    """One turn of one trajectory: the whole history as token ids. `tag` is the task domain that routing looks at."""
+    """One turn of one trajectory: the whole history as token ids. `tag` is the task domain that routing looks at.
+
+    `prompt` is the trajectory's own list, which grows once the request has ended: who keeps it longer, copies it.
+    """
 
     request_id: str
     trajectory_id: str
@@ -219,6 +222,7 @@ class EngineStats(Struct, frozen=True):
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    preempted: int = 0
     running: int = 0
     waiting: int = 0
     kv_tokens: int = 0

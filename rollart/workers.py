@@ -297,7 +297,8 @@ async def started(
 ) -> AsyncIterator[Workers]:
     """Place and start all workers of a run, at once; end them and give their devices back on every way out.
 
-    `runtime`: default that of the config. Raises ConfigError or ResourceError before anything starts, then whatever a worker's construction raised.
+    `runtime`: default that of the config. Raises ConfigError or ResourceError before anything starts, then whatever a
+    worker's construction raised.
     """
     async with contextlib.AsyncExitStack() as stack:
         runtime = runtime or open_runtime(config.runtime, logs)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from rollart.config import Config, from_dict
 from rollart.control.background import Background
 from rollart.control.env_manager import Services
@@ -88,7 +90,7 @@ class FakeInference:
         self._alive()
         if self.failing(request):
             raise GenerationError("the engine is out of KV memory")
-        self.requests.append(request)
+        self.requests.append(replace(request, prompt=list(request.prompt)))
         self._flight(request.request_id, True)
         versions: list[int] = []
         try:

@@ -121,7 +121,8 @@ def test_failures_of_environments_are_counted_by_task_also_where_a_retry_helped(
         metrics.trajectory(trajectory, kept=trajectory is retried)
     step = metrics.flush()
     assert (step["resets/maze/failed"], step["resets/maze/failed_s"], step["steps/maze/failed"]) == (3, 6.0, 1)
-    assert not [name for name in step if name.startswith(("resets/maths", "steps/maths"))]
+    assert (step["steps/maze"], step["steps/maths"]) == (2, 1)
+    assert not [name for name in step if name.startswith(("resets/maths", "steps/maths/"))]
 
 
 def test_a_status_is_frozen_and_travels() -> None:

@@ -127,10 +127,10 @@ def test_failures_are_counted_over_all_trajectories(tmp_path: Path) -> None:
     with run(tmp_path) as folder:
         write_step(folder, 1, groups, lost)
         maze = recorded(folder.path).profile.tasks["maze"]
-    turns = [len(trajectory.turns) for group in groups for trajectory in group]
+    steps = sum(len(trajectory.turns) for group in [*groups, [broken]] for trajectory in group)
     assert maze.reset_failure_rate == pytest.approx(4 / (42 + 4), rel=1e-3)
     assert maze.reset_failure_s == Spread(30.0)
-    assert maze.step_failure_rate == pytest.approx(1 / (42 * sum(turns) / 40), rel=1e-3)
+    assert maze.step_failure_rate == pytest.approx(1 / steps, rel=1e-3)
     assert maze.reset_s.mean < 20, "a reset that was tried again tells nothing of those that work"
     assert maze.reasons["reset_failure_rate"] == "4 of 46 resets of all trajectories"
 
@@ -176,6 +176,18 @@ def test_few_samples_are_warned_of_in_one_line_that_says_how_to_get_more(tmp_pat
     assert missing.startswith("no sampled trajectory of chess: left out; log.trajectories_every = 1")
     assert few.startswith("few sampled trajectories (maths 8), so that")
     assert "log.trajectories_every = 1 and log.trajectories = 64 keep more" in few
+
+
+def test_samples_that_lack_what_was_aborted_are_warned_of(tmp_path: Path) -> None:
+    groups = many("maze", 10)
+    stale = [played("maze", 20, member, stop_reason="stale") for member in range(4)]
+    with run(tmp_path, "[tasks.maze]\n") as folder:
+        write_step(folder, 1, groups, stale[:2])
+        assert recorded(folder.path).warnings == []
+        write_step(folder, 2, [], stale[2:])
+        (warning,) = recorded(folder.path).warnings
+    assert warning.startswith("9% of the trajectories were aborted, long ones first")
+    assert "schedule = 'sync_plus'" in warning
 
 
 def test_too_few_groups_tell_nothing_of_what_members_share(tmp_path: Path) -> None:

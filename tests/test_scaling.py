@@ -13,10 +13,10 @@ from rollart.protocols import WorkerHandle
 from rollart.scaling import EnvironmentScaler
 from rollart.tasks import registry
 from rollart.types import EngineStats, EnvironmentCost
+from rollart.virtual_time import run_virtual
 from rollart.workers import started
 from tests.e2e.laboratory import SMALL
 from tests.fakes import FakeWorker
-from rollart.virtual_time import run_virtual
 
 
 class FakeFleet:

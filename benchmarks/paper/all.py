@@ -1,4 +1,4 @@
-"""All experiments of the paper, two at a time: tables, benchmarks/paper/results.json, and figures in benchmarks/out/."""
+"""All experiments of the paper: tables, benchmarks/paper/results.json, and figures in benchmarks/out/paper/."""
 
 from __future__ import annotations
 

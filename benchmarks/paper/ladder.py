@@ -32,7 +32,12 @@ def experiment(settings: Settings) -> list[Row]:
             result = run(config(where, schedule))
             throughput[schedule], possible[schedule] = result.throughput, result.share_of_possible
         rows += [
-            {"model": model, "ratio": f"{one}/{other}", "measured": throughput[one] / throughput[other], "published": range_}
+            {
+                "model": model,
+                "ratio": f"{one}/{other}",
+                "measured": throughput[one] / throughput[other],
+                "published": range_,
+            }
             for one, other, range_ in STEPS
         ]
         rows += [

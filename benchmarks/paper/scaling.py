@@ -1,4 +1,4 @@
-"""Scaling: throughput of RollArt on 64, 96 and 128 H800, without affinity (paper, section 7); a quarter of them trains."""
+"""Scaling: throughput of RollArt on 64, 96 and 128 H800, a quarter of which train, without affinity (section 7)."""
 
 from __future__ import annotations
 

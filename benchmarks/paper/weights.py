@@ -1,4 +1,4 @@
-"""Asynchronous weights: published and read ahead while the rollout goes on, or while it is suspended (paper, section 6)."""
+"""Asynchronous weights: published and read ahead while rollout goes on, or while it is suspended (section 6)."""
 
 from __future__ import annotations
 

@@ -116,6 +116,7 @@ class EnvManager:
         self._lockstep = lockstep
         self._score_together = score_together
         self._history: list[int] = []
+        self._num_generated = 0
         self._stage: str | None = None
         self._since = 0.0
         self._env_open = False
@@ -209,17 +210,18 @@ class EnvManager:
             services.sampling, max_tokens=max_tokens, stop=task.stop, stop_token_ids=services.renderer.stop_token_ids
         )
         request_id = f"{self._id}-t{len(self.trajectory.turns)}"
-        return GenRequest(request_id, self._id, list(self._history), sampling, task.tag)
+        return GenRequest(request_id, self._id, self._history, sampling, task.tag)
 
     def _keep(self, turn: Turn, result: GenResult) -> None:
         turn.action, turn.logprobs, turn.versions = result.tokens, result.logprobs, result.versions
         turn.finish_reason = result.finish_reason
         turn.action_text = self._services.renderer.decode(result.tokens)
         self._history += result.tokens
+        self._num_generated += len(result.tokens)
         self.trajectory.turns.append(turn)
         start = self.trajectory.start_version
         if start is not None:
-            self._progress(self._id, start, self.trajectory.num_generated_tokens)
+            self._progress(self._id, start, self._num_generated)
 
     def _too_old(self) -> bool:
         start = self.trajectory.start_version

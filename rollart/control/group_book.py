@@ -135,6 +135,8 @@ class GroupBook:
 
     def __init__(self, rules: GroupRules) -> None:
         self.rules = rules
+        self.held_back = 0
+        """Slots that nobody may take now."""
         self.counts = GroupCounts()
         self.drops_in_a_row = 0
         self.recent_causes: Counter[str] = Counter()
@@ -147,7 +149,7 @@ class GroupBook:
     @property
     def free_slots(self) -> int:
         """Groups that may be admitted now."""
-        return self.rules.slots - len(self._entries)
+        return max(0, self.rules.slots - self.held_back - len(self._entries))
 
     @property
     def num_running(self) -> int:
@@ -326,7 +328,7 @@ class GroupBook:
     # ------------------------------------------------------------------------------------------------------- check
     def check(self) -> None:
         """Assert the invariants of the module docstring."""
-        assert 0 <= self.free_slots <= self.rules.slots, f"slots leak: {self.free_slots} of {self.rules.slots} free"
+        assert len(self._entries) <= self.rules.slots, f"slots leak: {len(self._entries)} of {self.rules.slots} taken"
         assert self.counts.admitted == sum(self.counts.ends.values()) + len(self._entries), "a group ended not once"
         training = [entry for entry in self._entries.values() if entry.state == "training"]
         assert len(training) == self._num_training

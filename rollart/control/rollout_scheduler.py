@@ -8,6 +8,7 @@ where trajectories run (`runner.py`).
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ from rollart.control.group_book import (
 )
 from rollart.control.ledger import Ledger
 from rollart.control.lockstep import Lockstep
+from rollart.control.pacing import Pacing
 from rollart.control.runner import LocalRunner, Runner, max_age
 from rollart.control.sample_buffer import Batch, SampleBuffer
 from rollart.control.staleness import Staleness
@@ -64,7 +66,7 @@ class RolloutScheduler:
         self._recorder = recorder
         self._fail = fail
         self._max_drops = max_drops or 20 * rollout.groups_per_batch
-        rules = _rules(config)
+        rules, self._needed_slots = _rules(config), limits(config).needed_slots
         self.book = GroupBook(rules)
         self._buffer = SampleBuffer(rules.staleness, lambda: services.proxy.version, self._evicted)
         self._runner = runner or _in_this_process(config, services, tasks)
@@ -75,19 +77,30 @@ class RolloutScheduler:
         self._open = False
         self._waiting = False
         self._target = 0
+        self._room = rollout.engine_slots
+        self._proxy = services.proxy
+        self._pacing = (
+            Pacing(rollout.groups_per_batch, rollout.groups_per_batch) if rollout.extra_groups == "auto" else None
+        )
+        self._lost_to_age = 0
+        self._taken_s: float | None = None
 
     # --------------------------------------------------------------------------------------------- the loop's calls
     def begin_iteration(self) -> None:
         """Admit what this schedule admits after an update: one batch, or whatever the slots allow."""
         self._open = True
-        iteration = self._rollout.groups_per_batch + self._rollout.extra_groups
-        self._target = iteration if self._plan.admission == "iteration" else self.book.rules.slots
+        if self._pacing is not None:
+            self.book.held_back = self._pacing.held_back
+        slots = self.book.rules.slots - self.book.held_back
+        iteration = self._rollout.groups_per_batch + slots - self._needed_slots
+        self._target = iteration if self._plan.admission == "iteration" else slots
         self._admit()
 
     async def get_batch(self) -> Batch:
         """Step 1 of the protocol: wait for a batch, and end or keep the groups that were redundant for it."""
         if self._resumed:
             return self._resumed.popleft()
+        began_s = asyncio.get_running_loop().time()
         with self._ledger.waiting_for_batch():
             self._waiting = True
             try:
@@ -96,6 +109,7 @@ class RolloutScheduler:
             finally:
                 self._waiting = False
         self._take(batch)
+        self._pace(began_s)
         return batch
 
     def trained(self, batch: Batch) -> None:
@@ -149,6 +163,7 @@ class RolloutScheduler:
             "ready_groups": len(self._buffer),
             "training_groups": self.book.num_training,
             "free_slots": self.book.free_slots,
+            "extra_groups": self.book.rules.slots - self.book.held_back - self._needed_slots,
         }
 
     # ---------------------------------------------------------------------------------- what its runner tells it
@@ -176,9 +191,25 @@ class RolloutScheduler:
         iteration = self._plan.admission == "iteration"
         if iteration:
             self._target = 0
-        if self._rollout.on_target == "abort":
-            needed = self.book.rules.slots - self._rollout.extra_groups - self._rollout.groups_per_batch
+        if self._rollout.on_target == "abort" and self._pacing is None:
+            needed = self._needed_slots - self._rollout.groups_per_batch
             self._obey(self.book.abort_redundant(0 if iteration else needed))
+
+    def _pace(self, began_s: float) -> None:
+        """A batch was taken that the trainer awaited since `began_s`: more groups in flight, or fewer."""
+        if self._pacing is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        if self._taken_s is not None:
+            self._pacing.batch(
+                waited=(now_s - began_s) / max(now_s - self._taken_s, 1e-9),
+                busy=self._ledger.clock.counts["generate"] / max(1, self._room * self._proxy.num_workers),
+                lost=self._lost_to_age / (self._rollout.groups_per_batch * self._rollout.group_size),
+            )
+        self._taken_s, self._lost_to_age = now_s, 0
+        self.book.held_back = self._pacing.held_back
+        self._target = self.book.rules.slots - self.book.held_back
+        self._obey(())
 
     def _admit(self) -> None:
         while self._open and self.book.free_slots > 0 and self.book.num_live < self._target:
@@ -217,6 +248,7 @@ class RolloutScheduler:
 
     def _lose(self, trajectory: Trajectory, reason: str, *, aborted: bool) -> None:
         self._ledger.lost(trajectory, reason, aborted)
+        self._lost_to_age += reason == "stale"
         self._recorder.trajectory(trajectory, False)
 
     def _evicted(self, groups: list[Group]) -> None:

@@ -1,8 +1,8 @@
 """Device classes by name: what each is good at, so that a role finds its default class among the pools of a run.
 
 Invariant: a class that is not listed still works; it is then "general" unless its pool says `optimised`. Figures: dense
-bf16 TFLOPS and memory bandwidth, from RollArt (OSDI 2026, section 7) for H20 and H800, else from the makers' data
-sheets. What this file leaves out: which devices exist (`devices.py`, `pool.py`).
+bf16 TFLOPS, memory bandwidth and NVLink, from RollArt (OSDI 2026, section 7) for H20 and H800, else from the makers'
+data sheets. What this file leaves out: which devices exist (`devices.py`, `pool.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ Optimised = Literal["compute", "bandwidth", "general", "cpu"]
 
 
 class DeviceClass(Struct, frozen=True):
-    """`tflops`: dense bf16; `memory_gb` and `bandwidth_tbs` of its memory."""
+    """`tflops`: dense bf16; `memory_gb` and `bandwidth_tbs` of its memory; `interconnect_gbs`: to the devices beside it
+    in one machine, both directions together as makers state it, 0 where that is not known."""
 
     name: str
     tflops: float
     memory_gb: float
     bandwidth_tbs: float
+    interconnect_gbs: float = 0.0
 
     @property
     def tflops_per_tbs(self) -> float:
@@ -45,15 +47,15 @@ class DeviceClass(Struct, frozen=True):
 CLASSES = {
     each.name: each
     for each in (
-        DeviceClass("H20", 148, 96, 4.0),
-        DeviceClass("H800", 989.5, 80, 3.35),
-        DeviceClass("H100", 989.5, 80, 3.35),
-        DeviceClass("H200", 989.5, 141, 4.8),
-        DeviceClass("A100", 312, 80, 2.04),
-        DeviceClass("A800", 312, 80, 2.04),
+        DeviceClass("H20", 148, 96, 4.0, 900),
+        DeviceClass("H800", 989.5, 80, 3.35, 400),
+        DeviceClass("H100", 989.5, 80, 3.35, 900),
+        DeviceClass("H200", 989.5, 141, 4.8, 900),
+        DeviceClass("A100", 312, 80, 2.04, 600),
+        DeviceClass("A800", 312, 80, 2.04, 400),
         DeviceClass("L40S", 362, 48, 0.864),
         DeviceClass("L20", 119.5, 48, 0.864),
-        DeviceClass("B200", 2250, 180, 8.0),
+        DeviceClass("B200", 2250, 180, 8.0, 1800),
     )
 }
 

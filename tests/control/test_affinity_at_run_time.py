@@ -15,8 +15,8 @@ from rollart.resource.affinity import Affinity
 from rollart.resource.classes import CLASSES
 from rollart.resource.routing import Router
 from rollart.types import GenRequest, Sampling
-from tests.control.paced import PacedEngine
 from rollart.virtual_time import run_virtual
+from tests.control.paced import PacedEngine
 
 TURNS = {"explore": 5, "solve": 1}
 OBSERVATION = {"explore": 200, "solve": 60}

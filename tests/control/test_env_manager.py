@@ -13,8 +13,8 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.lockstep import Lockstep
 from rollart.errors import RewardError
 from rollart.types import EnvReply, GroupSpec, Sampling, TaskSpec, Trajectory
-from tests.fakes import FakeEnv, FakeInference, FakeRenderer, FakeReward, FakeStore
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeEnv, FakeInference, FakeRenderer, FakeReward, FakeStore
 
 SPEC = GroupSpec(0, "maze", 7)
 

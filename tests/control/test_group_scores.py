@@ -5,8 +5,8 @@ import pytest
 from rollart.control.group_scores import GroupScores
 from rollart.errors import RewardError
 from rollart.types import RewardRequest, TaskSpec
-from tests.fakes import FakeEnv, FakeReward, FakeRun
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeEnv, FakeReward, FakeRun
 
 
 class Judge:

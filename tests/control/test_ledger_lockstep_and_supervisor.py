@@ -12,8 +12,8 @@ from rollart.control.sample_buffer import Batch
 from rollart.control.supervisor import Supervisor
 from rollart.errors import RolloutError, WorkerDied
 from rollart.types import EngineStats, Group, GroupSpec, Trajectory, Turn
-from tests.fakes import FakeWorker
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeWorker
 
 
 def test_every_second_of_waiting_is_attributed_to_the_stages_that_ran() -> None:

@@ -7,8 +7,8 @@ import pytest
 from rollart.control.llm_proxy import LLMProxy
 from rollart.errors import GenerationError, WeightsError
 from rollart.types import GenRequest, Sampling
-from tests.fakes import FakeInference, FakeStore
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeInference, FakeStore
 
 
 def request(name: str, trajectory_id: str = "") -> GenRequest:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollart.errors import RolloutError
-from tests.fakes import FakeEnv, FakeRun, FakeShard, share
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeEnv, FakeRun, FakeShard, share
 
 SCHEDULES = ["sync_plus", "one_off", "areal", "rollart"]
 

@@ -10,8 +10,8 @@ import pytest
 
 from rollart.errors import RolloutError, WeightsError, WorkerDied
 from rollart.types import HELD_OUT, ParameterInfo, TaskSpec
-from tests.fakes import FakeEnv, FakeReward, FakeRun, share
 from rollart.virtual_time import run_virtual
+from tests.fakes import FakeEnv, FakeReward, FakeRun, share
 
 ALL = ["sync", "sync_plus", "one_off", "areal", "rollart"]
 OVERLAPPING = ["one_off", "areal", "rollart"]

@@ -20,13 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from rollart.data.engines.embedded import EmbeddedEngine
+from rollart.data.engines.emulation import PARAMS, SLOWDOWN
 from rollart.errors import ConfigError
 from rollart.resource.classes import CLASSES
-
-PARAMS = 8.2e9
-"""Of Qwen3-8B, the model of the paper's affinity figures."""
-SLOWDOWN = 5.0
-"""Stretches an H20's decoding step to 20 ms."""
 
 
 def emulated_engine(

@@ -58,11 +58,11 @@ def _num_turns(profile: TaskProfile, seed: int, rng: random.Random) -> int:
     if profile.difficulty_sigma:
         factor = Spread(1.0, "lognormal", profile.difficulty_sigma)
         turns = profile.turns.within(turns * factor.draw(random.Random(f"difficulty of {seed}")))
-    return max(1, round(turns))
+    return int(turns + 0.5) or 1
 
 
 def _tokens(spread: Spread, rng: random.Random, count: int) -> list[int]:
-    return [max(1, round(value)) for value in spread.draws(rng, count)]
+    return [int(value + 0.5) or 1 for value in spread.draws(rng, count)]
 
 
 def _failing_step(rate: float, rng: random.Random, num_turns: int) -> int:

@@ -12,7 +12,7 @@ import math
 import random
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
@@ -30,8 +30,8 @@ SHIPPED = {"paper": Path(__file__).with_name("paper.toml")}
 """Profiles that are named without a path."""
 LINKS = ("push", "pull", "load", "kv")
 NORMAL = NormalDist()
-SMALLEST = 1e-12
-"""Shares this near to 0 or 1 are taken as this near: the ends of a distribution are infinite."""
+SMALLEST = 2.0**-53
+"""Of the shares that a random number can be, the smallest above 0: the ends of a distribution are infinite."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Tail = Literal["constant", "lognormal", "gaussian", "uniform", "geometric"]
@@ -55,23 +55,28 @@ class Spread(Section, frozen=True):
         return self.at(rng.random())
 
     def draws(self, rng: random.Random, count: int) -> list[float]:
-        """`count` values, as that many calls of `draw`."""
-        shares = [rng.random() for _ in range(count)]
-        return [self.within(self.mean)] * count if self.tail == "constant" else [self.at(share) for share in shares]
+        """`count` values, as that many calls of `draw` give."""
+        curve, within, uniform = self._curve(), self.within, rng.random
+        return [within(curve(uniform() or SMALLEST)) for _ in range(count)]
 
     def at(self, share: float) -> float:
         """The value below which `share` of all draws lie (inverse transform sampling). It grows with `share`."""
-        tail, mean, sigma = self.tail, self.mean, self.sigma
-        if tail == "constant":
-            return self.within(mean)
-        share = min(max(share, SMALLEST), 1 - SMALLEST)
-        if tail == "lognormal":  # the factor has mean 1
-            return self.within(mean * math.exp(sigma * NORMAL.inv_cdf(share) - sigma * sigma / 2))
-        if tail == "gaussian":
-            return self.within(mean + sigma * NORMAL.inv_cdf(share))
-        if tail == "uniform":
-            return self.within(mean + sigma * (2 * share - 1))
-        return self.within(1 + math.floor(math.log1p(-share) / math.log1p(-1 / mean)) if mean > 1 else 1.0)
+        return self.within(self._curve()(min(max(share, SMALLEST), 1 - SMALLEST)))
+
+    def _curve(self) -> Callable[[float], float]:
+        """The quantile function before the bounds."""
+        mean, sigma, normal, exp = self.mean, self.sigma, NORMAL.inv_cdf, math.exp
+        if self.tail == "lognormal":
+            scale = mean * exp(-sigma * sigma / 2)  # so that the mean is kept
+            return lambda share: scale * exp(sigma * normal(share))
+        if self.tail == "gaussian":
+            return lambda share: mean + sigma * normal(share)
+        if self.tail == "uniform":
+            return lambda share: mean + sigma * (2 * share - 1)
+        if self.tail == "geometric" and mean > 1:
+            per_trial = math.log1p(-1 / mean)
+            return lambda share: 1 + math.floor(math.log1p(-share) / per_trial)
+        return lambda _: mean
 
     def within(self, value: float) -> float:
         """`value` moved between `low` and `high`."""

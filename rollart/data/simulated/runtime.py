@@ -8,8 +8,8 @@ that went away takes its workers with it and is not offered again. What this fil
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Mapping
+from types import CoroutineType
 from typing import Any
 
 from rollart.checks import nearest
@@ -46,13 +46,13 @@ class SimulatedWorker:
         self.node = node
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
+    async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:  # noqa: ARG002
         """Call a method of the object."""
         death = self._death
         if death.done():
             raise WorkerDied(f"worker {self.name}, call {method}: {death.result()}")
         result = getattr(self.built, method)(*args)
-        if inspect.isawaitable(result):
+        if isinstance(result, CoroutineType):
             result = await result
             if death.done():
                 raise WorkerDied(f"worker {self.name}, call {method}: {death.result()}")
@@ -103,7 +103,11 @@ class SimulatedRuntime:
         return list(self._nodes.values())
 
     async def spawn(
-        self, name: str, target: str, kwargs: Mapping[str, Any], binding: Binding | None = None
+        self,
+        name: str,
+        target: str,  # noqa: ARG002
+        kwargs: Mapping[str, Any],  # noqa: ARG002
+        binding: Binding | None = None,
     ) -> WorkerHandle:
         """Build the object of the binding's role; target and arguments are those of a real worker, and not used."""
         assert binding is not None
@@ -120,7 +124,8 @@ class SimulatedRuntime:
         """Let something break, now; what happened, in one line. Raises ConfigError when there is no such thing."""
         if fault.worker:
             if fault.worker not in self.workers:
-                raise ConfigError(f"simulate.faults: no worker {fault.worker!r}{nearest(fault.worker, self.workers)}")
+                hint = nearest(fault.worker, [*self.workers])
+                raise ConfigError(f"simulate.faults: no worker {fault.worker!r}{hint}")
             self.workers[fault.worker].die("simulated fault")
             return f"worker {fault.worker} dies"
         gone = [node for node in self._nodes if node == fault.node or (fault.pool and _pool_of(node) == fault.pool)]
@@ -155,7 +160,12 @@ class SimulatedRuntime:
 
     def _inference(self, name: str, binding: Binding) -> SimulatedInference:
         pace, prefill = self._pace(binding, len(binding.devices)), self._settings.prefill
-        engine = SimulatedEngine(pace, self._profile.efficiency, slots=self._config.rollout.engine_slots)
+        engine = SimulatedEngine(
+            pace,
+            self._profile.efficiency,
+            slots=self._config.rollout.engine_slots,
+            max_model_tokens=self._config.rollout.max_model_tokens,
+        )
         inference = SimulatedInference(
             name,
             engine,
@@ -204,7 +214,7 @@ def figures(device_class: str) -> DeviceClass:
     """The figures of a class. Raises ConfigError where there are none."""
     if device_class not in CLASSES:
         raise ConfigError(
-            f"simulate: device class {device_class!r} has no figures{nearest(device_class, CLASSES)}; "
+            f"simulate: device class {device_class!r} has no figures{nearest(device_class, [*CLASSES])}; "
             f"known: {', '.join(CLASSES)}"
         )
     return CLASSES[device_class]
@@ -212,5 +222,3 @@ def figures(device_class: str) -> DeviceClass:
 
 def _pool_of(node: str) -> str:
     return node.rpartition("-")[0]
-
-

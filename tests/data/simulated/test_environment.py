@@ -21,9 +21,9 @@ from rollart.errors import EnvError, EnvTimeout
 from rollart.protocols import EnvHandle, Renderer
 from rollart.sections import TaskConfig
 from rollart.types import GenRequest, GroupSpec, Sampling, TaskSpec, Trajectory
+from rollart.virtual_time import run_virtual
 from tests.data.fake_handles import FakeHandle
 from tests.fakes import FakeInference, FakeStore
-from tests.virtual_time import run_virtual
 
 from .profiles import LONG, profile
 

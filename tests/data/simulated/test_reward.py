@@ -14,8 +14,8 @@ from rollart.data.simulated.reward import SimulatedReward
 from rollart.errors import RewardError
 from rollart.protocols import RewardHandle
 from rollart.types import RewardRequest
+from rollart.virtual_time import run_virtual
 from tests.data.fake_handles import FakeHandle
-from tests.virtual_time import run_virtual
 
 from .profiles import profile
 
