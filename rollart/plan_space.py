@@ -187,7 +187,7 @@ class Space:
             *({"prefill": name} for name in ("", *dict(choice.engines)) if len(choice.engines) > 1),
             *({"extra_groups": each} for each in self._extra_groups(choice)),
             *({"extra_members": each} for each in (choice.extra_members - 1, choice.extra_members + 1) if each >= 0),
-            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups),
+            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups not in (0, AUTO)),
             *({"engine_slots": each} for each in (choice.engine_slots // 2, choice.engine_slots * 2) if each),
             *({"alpha": each} for each in self._alphas(choice)),
             *self._other_schedules(choice),
