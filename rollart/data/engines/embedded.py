@@ -1,12 +1,15 @@
 """Continuous batching over any Hugging Face causal LM with full attention: the default engine, on CPU or one GPU.
 
-The life of a request: `add` queues it; the next step gives it a slot, loads what its trajectory's last turn left behind
-and computes the rest of its prompt, while the others go on decoding in the same pass; each later step adds one token;
-when it ends, its keys and values are kept for the trajectory's next turn and its slot is closed up.
+The life of a request: `add` queues it; the next step gives it a slot with what its trajectory's last turn left behind,
+or with a copy of what a running request that begins alike holds, and computes the rest of its prompt, while the others
+go on decoding in the same pass; each later step adds one token; when it ends, its keys and values are kept for the
+trajectory's next turn and its slot is closed up. Of requests that come together and begin alike, as the members of a
+group do, one computes the prompt and the others wait for it.
 
 Invariants (`check`): `_rows[i]` owns slot i, without gaps; the first `_num_decoding` rows have exactly one token to
 compute, the others are still being prefilled; no keys or values survive an `update`.
-Left out: preemption (a slot always has room up to `max_model_tokens`), speculation, several devices.
+Left out: preemption (a slot always has room up to `max_model_tokens`), speculation, several devices, copies of what is
+kept between turns for another trajectory.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
 from rollart.data.engines.request import Running, load_tokenizer
 from rollart.data.engines.sampling import Sampler, check_sampling
-from rollart.data.engines.slots import Prefixes, Slots
+from rollart.data.engines.slots import Prefixes, Slots, num_alike
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Tensors
@@ -32,6 +35,8 @@ from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, Para
 
 SHORTEST = 16
 """The self-check needs this many tokens."""
+LEAST_ALIKE = 8
+"""Fewer tokens are computed as soon as they are copied from another request."""
 
 
 class EmbeddedEngine:
@@ -126,7 +131,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def update(self, version: int, tensors: Tensors) -> None:
-        """Load weights in place; everything kept is dropped and running requests are computed again from their tokens.
+        """Load weights in place; everything kept is dropped; running requests queue first and are computed again.
 
         Raises WeightsError, with nothing changed, unless names, shapes and dtypes are those of `parameters`.
         """
@@ -136,7 +141,8 @@ class EmbeddedEngine:
         for running in self._rows:
             self._recomputed_tokens += running.computed
             running.computed = 0
-        self._num_decoding = 0
+        self._waiting.extendleft(reversed(self._rows))
+        self._rows, self._num_decoding, self._arranged = [], 0, 0
 
     # ----------------------------------------------------------------------------------------------------- steps
     def has_work(self) -> bool:
@@ -179,17 +185,47 @@ class EmbeddedEngine:
         return self._rows[: self._num_decoding]
 
     def _admit(self) -> None:
-        while self._waiting and len(self._rows) < self._max_slots:
+        """Give slots to waiting requests; one that can soon copy most of what it lacks from another waits for that."""
+        held: list[Running] = []
+        for _ in range(min(len(self._waiting), self._max_slots - len(self._rows))):
             running = self._waiting.popleft()
-            running.queue_s = time.perf_counter() - running.added_s
-            slot = len(self._rows)
-            saved, running.cached = self._prefixes.take(running.request.trajectory_id, running.tokens)
-            if saved is not None and running.cached:
-                self._slots.reserve(slot + 1, running.cached)
-                self._slots.load(slot, saved, running.cached)
-            running.computed = running.cached
-            self._cached_tokens += running.cached
-            self._rows.append(running)
+            num_own = self._prefixes.match(running.request.trajectory_id, running.tokens)
+            donor, num_now = self._most_alike(running.tokens, num_own)
+            _, num_soon = self._most_alike(running.tokens, num_now, soon=True)
+            if 2 * (num_soon - num_now) >= len(running.tokens) - num_now:
+                held.append(running)
+            else:
+                self._seat(running, donor, num_now)
+        self._waiting.extendleft(reversed(held))
+
+    def _most_alike(self, tokens: list[int], found: int, soon: bool = False) -> tuple[Running | None, int]:
+        """Who has computed, or will `soon`, more than `found` of what `tokens` begin with, and how much it is.
+
+        One token is always left to compute.
+        """
+        donor: Running | None = None
+        least = found + LEAST_ALIKE
+        for row in self._rows:
+            most = min(len(row.tokens) if soon else row.computed, len(tokens) - 1)
+            if least <= most and row.tokens[:least] == tokens[:least]:
+                donor, found = row, min(num_alike(row.tokens, tokens), most)
+                least = found + 1
+        return donor, found
+
+    def _seat(self, running: Running, donor: Running | None, num_reused: int) -> None:
+        """Open a slot with the first `num_reused` tokens of the donor, else of the trajectory's last turn."""
+        slot = len(self._rows)
+        kept = self._prefixes.take(running.request.trajectory_id)
+        if donor is not None:
+            self._slots.copy(self._rows.index(donor), slot, num_reused)
+        elif kept is not None and num_reused:
+            self._slots.load(slot, kept, num_reused)
+        running.computed = num_reused
+        self._cached_tokens += num_reused
+        if not running.versions:
+            running.cached = num_reused
+        running.queue_s = running.queue_s or time.perf_counter() - running.added_s
+        self._rows.append(running)
 
     def _next_prefill(self) -> tuple[list[Work], int]:
         """The next rows to prefill, cut where count x longest would exceed the budget; how many are then complete."""
@@ -252,7 +288,7 @@ class EmbeddedEngine:
         if source != target:
             row = self._rows[target] = self._rows[source]
             if row.computed:
-                self._slots.move(source, target, row.computed)
+                self._slots.copy(source, target, row.computed)
 
     # --------------------------------------------------------------------------------------------------- looking
     @torch.inference_mode()

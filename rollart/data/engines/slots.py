@@ -71,11 +71,13 @@ class Slots:
         return self.buffer_L2SHWD[:, :, slot, :, :num_tokens].clone(memory_format=torch.contiguous_format)
 
     def load(self, slot: int, saved_L2HTD: Tensor, num_tokens: int) -> None:
-        """Write the first `num_tokens` tokens of what `save` returned into a slot."""
+        """Write the first `num_tokens` tokens of what `save` returned into a slot, for which it makes room."""
+        self.reserve(slot + 1, num_tokens)
         self.buffer_L2SHWD[:, :, slot, :, :num_tokens] = saved_L2HTD[:, :, :, :num_tokens]
 
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy a slot over another."""
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Write the first `num_tokens` tokens of a slot into another, for which it makes room."""
+        self.reserve(target + 1, num_tokens)
         self.buffer_L2SHWD[:, :, target, :, :num_tokens] = self.buffer_L2SHWD[:, :, source, :, :num_tokens]
 
     def wipe(self, slot: int) -> None:
@@ -118,13 +120,16 @@ class Prefixes:
         while self.num_tokens > self.max_tokens:
             self.forget(next(iter(self._entries)))
 
-    def take(self, trajectory_id: str, prompt: list[int]) -> tuple[Tensor | None, int]:
-        """Hand over a trajectory's values and how many tokens of `prompt` they serve, always leaving one to compute."""
+    def match(self, trajectory_id: str, tokens: list[int]) -> int:
+        """How many of `tokens` a trajectory's values serve, always leaving one to compute."""
         entry = self._entries.get(trajectory_id)
-        if entry is None:
-            return None, 0
+        return 0 if entry is None else min(num_alike(entry.tokens, tokens), len(tokens) - 1)
+
+    def take(self, trajectory_id: str) -> Tensor | None:
+        """Hand over a trajectory's values, if any are kept."""
+        entry = self._entries.get(trajectory_id)
         self.forget(trajectory_id)
-        return entry.saved_L2HTD, min(_shared_prefix(entry.tokens, prompt), len(prompt) - 1)
+        return None if entry is None else entry.saved_L2HTD
 
     def forget(self, trajectory_id: str) -> None:
         """Drop a trajectory's values, if any are kept."""
@@ -144,7 +149,8 @@ class Prefixes:
         assert all(entry.saved_L2HTD.shape[3] == len(entry.tokens) for entry in entries)
 
 
-def _shared_prefix(first: list[int], second: list[int]) -> int:
+def num_alike(first: list[int], second: list[int]) -> int:
+    """Tokens that both begin with."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:
         return shorter
