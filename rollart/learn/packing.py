@@ -14,8 +14,10 @@ Shape suffixes: N packed tokens, B rows of T positions; in a segment R rows, wit
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 Device = torch.device | str
 LONGEST_MASKED = 512
 """A row with more new tokens than this attends as a whole, so that masks stay small against everything else."""
+TYPE_CODES = {torch.long: "q", torch.bool: "b", torch.float32: "f"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,74 +51,67 @@ class Packed:
     collect_N: Tensor
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Where the tokens of one row are. Those before `start` belong to a row before it."""
-
-    places: list[int]
-    start: int
-
-    @property
-    def new(self) -> list[int]:
-        return self.places[self.start :]
-
-    @property
-    def attends_whole(self) -> bool:
-        """The causal kernel skips half of the work, so that it pays unless half of the queries can be left out."""
-        return 2 * len(self.new) >= len(self.places) or len(self.new) > LONGEST_MASKED
-
-
 def pack(rows: Sequence[list[int]], device: Device = "cpu") -> Packed:
     """Lay out rows of token ids, at least one of them and none empty, in any order."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    laid: dict[int, _Row] = {}
-    before: list[int] = []
-    places: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: rows[index]):
-        row = rows[index]
-        start = num_alike(before, row)
-        places = [*places[:start], *range(len(tokens), len(tokens) + len(row) - start)]
-        tokens += row[start:]
-        positions += range(start, len(row))
-        laid[index], before = _Row(places, start), row
-    segments, collect = _segments(list(laid.values()), len(tokens), device)
+    # In the order of their tokens, what a row shares with any row before it, it shares with the one just before it.
+    order = sorted(range(len(rows)), key=lambda index: rows[index])
+    tokens_BT = padded([rows[index] for index in order], torch.long)
+    lengths_B1 = torch.tensor([[len(rows[index])] for index in order])
+    times_T = torch.arange(tokens_BT.shape[1])
+    starts_B1 = _num_shared(tokens_BT, lengths_B1)
+    new_BT = (times_T >= starts_B1) & (times_T < lengths_B1)
+    owner_BT = torch.where(new_BT, torch.arange(len(rows))[:, None], 0).cummax(0).values
+    places_BT = (new_BT.flatten().cumsum(0).view_as(new_BT) - 1).gather(0, owner_BT)
+    segments, collect_BT = _segments(places_BT, starts_B1[:, 0], lengths_B1[:, 0], device)
     return Packed(
-        tokens_N=torch.tensor(tokens, device=device),
-        positions_N=torch.tensor(positions, device=device),
-        place_BT=padded([laid[index].places for index in range(len(rows))], torch.long, device),
-        segments=segments,
-        collect_N=torch.tensor(collect, device=device),
+        tokens_N=tokens_BT[new_BT].to(device),
+        positions_N=times_T.expand_as(new_BT)[new_BT].to(device),
+        place_BT=torch.empty_like(places_BT).index_copy_(0, torch.tensor(order), places_BT).to(device),
+        segments=tuple(segments),
+        collect_N=collect_BT[new_BT].to(device),
     )
 
 
-def _segments(rows: list[_Row], num_tokens: int, device: Device) -> tuple[tuple[Segment, ...], list[int]]:
+def _num_shared(tokens_BT: Tensor, lengths_B1: Tensor) -> Tensor:
+    """What each row begins with like the one before it, [B, 1]."""
+    alike_BT = torch.zeros_like(tokens_BT)
+    alike_BT[1:] = (tokens_BT[1:] == tokens_BT[:-1]).cumprod(1)
+    return alike_BT.sum(1, keepdim=True).minimum(lengths_B1).minimum(lengths_B1.roll(1, 0))
+
+
+def _segments(places_BT: Tensor, starts_B: Tensor, lengths_B: Tensor, device: Device) -> tuple[list[Segment], Tensor]:
+    """Rows that attend as a whole, and rows of which only the new tokens do; and for each place that of its query.
+
+    The causal kernel leaves out half of the work, so that asking for less pays where most queries are left out.
+    """
+    new_B = lengths_B - starts_B
+    whole_B = (2 * new_B >= lengths_B) | (new_B > LONGEST_MASKED)
     segments: list[Segment] = []
-    collect = [0] * num_tokens
-    first = 0
-    for whole in (True, False):
-        group = [row for row in rows if row.new and row.attends_whole == whole]
-        if not group:
+    collect_BT = torch.zeros_like(places_BT)
+    num_queries = 0
+    for chosen_B, firsts_B in ((whole_B, torch.zeros_like(starts_B)), (~whole_B, starts_B)):
+        rows_R = (chosen_B & (new_B > 0)).nonzero()[:, 0]
+        if not len(rows_R):
             continue
-        queries = [row.places if whole else row.new for row in group]
-        longest = max(map(len, queries))
-        for row, asked in zip(group, queries, strict=True):
-            end = first + len(asked)
-            collect[row.new[0] : row.new[-1] + 1] = range(end - len(row.new), end)
-            first += longest
-        queries_RC = padded(queries, torch.long, device)
-        keys_RW = queries_RC if whole else padded([row.places for row in group], torch.long, device)
-        mask_R1CW = None if whole else _mask([row.start for row in group], longest, keys_RW)
-        segments.append(Segment(queries_RC, keys_RW, mask_R1CW))
-    return tuple(segments), collect
+        firsts_R = firsts_B[rows_R]
+        segments.append(_segment(places_BT[rows_R], firsts_R, lengths_B[rows_R], device))
+        longest = segments[-1].queries_RC.shape[1]
+        begins_R = num_queries + longest * torch.arange(len(rows_R)) - firsts_R
+        collect_BT[rows_R] = begins_R[:, None] + torch.arange(places_BT.shape[1])
+        num_queries += longest * len(rows_R)
+    return segments, collect_BT
 
 
-def _mask(starts: list[int], num_queries: int, keys_RW: Tensor) -> Tensor:
-    places_W = torch.arange(keys_RW.shape[1], device=keys_RW.device)
-    starts_R1 = torch.tensor(starts, device=keys_RW.device)[:, None]
-    own_RC = starts_R1 + torch.arange(num_queries, device=keys_RW.device)
-    hidden_RCW = places_W > own_RC[:, :, None]
-    return torch.zeros(hidden_RCW.shape, device=keys_RW.device).masked_fill_(hidden_RCW, -math.inf)[:, None]
+def _segment(places_RT: Tensor, firsts_R: Tensor, lengths_R: Tensor, device: Device) -> Segment:
+    """The rows' queries from their first on, the keys of all their tokens."""
+    keys_RW = places_RT[:, : int(lengths_R.max())]
+    if not firsts_R.any():
+        return Segment(keys_RW.to(device), keys_RW.to(device), None)
+    own_RC = firsts_R[:, None] + torch.arange(int((lengths_R - firsts_R).max()))
+    hidden_RCW = torch.arange(keys_RW.shape[1]) > own_RC[:, :, None]
+    mask_RCW = torch.zeros(hidden_RCW.shape).masked_fill_(hidden_RCW, -math.inf)
+    queries_RC = keys_RW.gather(1, own_RC.clamp(max=keys_RW.shape[1] - 1))
+    return Segment(queries_RC.to(device), keys_RW.to(device), mask_RCW[:, None].to(device))
 
 
 def num_alike(first: Sequence[int], second: Sequence[int]) -> int:
@@ -124,7 +120,11 @@ def num_alike(first: Sequence[int], second: Sequence[int]) -> int:
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device) -> Tensor:
-    """Rows as one tensor, with zeros on the right."""
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device = "cpu") -> Tensor:
+    """Rows as one tensor, with zeros on the right. Through an array, which reads lists much faster than a tensor."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype, device=device)
+    values: array[Any] = array(TYPE_CODES[dtype])
+    for row in rows:
+        values.extend(row)
+        values.frombytes(bytes(values.itemsize * (longest - len(row))))
+    return torch.frombuffer(values, dtype=dtype).view(len(rows), longest).to(device)

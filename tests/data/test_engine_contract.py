@@ -199,8 +199,12 @@ def group(name: str, prompt: list[int], size: int = 4, sampling: Sampling = SAMP
 
 def alone(make_engine: MakeEngine, folder: str, requests: list[GenRequest]) -> list[GenResult]:
     """One after the other, so that there is nobody to share with."""
-    engine = make_engine(folder, slots=1, max_model_tokens=128)
-    return [run(engine, request)[0] for request in requests]
+    engine, results = make_engine(folder, slots=1, max_model_tokens=128), []
+    for request in requests:
+        results += run(engine, request)
+        engine.release(request.trajectory_id)
+    assert engine.stats().cached_tokens == 0
+    return results
 
 
 def assert_same(results: list[GenResult], others: list[GenResult]) -> None:
@@ -247,6 +251,19 @@ def test_one_that_comes_later_copies_from_one_that_already_generates(
     results = finish(engine)
     assert_same([results["a0"], results["a1"]], alone(make_engine, model.folder, [first, second]))
     assert results["a1"].cached_tokens == len(first.prompt) - 1
+
+
+def test_one_that_has_just_ended_still_lends_what_it_computed(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    prompt = prompts(1, shortest=20)[0]
+    requests = group("a", prompt, sampling=Sampling(max_tokens=1))
+    results = run(engine, *requests)
+    assert_same(results, alone(make_engine, model.folder, requests))
+    assert engine.stats().prefilled_tokens == len(prompt) + 3
+    for request in requests:
+        engine.release(request.trajectory_id)
+    assert engine.stats().kv_tokens == 0
 
 
 def test_a_next_turn_takes_its_own_prefix_where_that_is_longer(engine: Engine, model: TinyModel) -> None:

@@ -1,15 +1,14 @@
 """Continuous batching over any Hugging Face causal LM with full attention: the default engine, on CPU or one GPU.
 
 The life of a request: `add` queues it; the next step gives it a slot with what its trajectory's last turn left behind,
-or with a copy of what a running request that begins alike holds, and computes the rest of its prompt, while the others
-go on decoding in the same pass; each later step adds one token; when it ends, its keys and values are kept for the
+or with a copy of what another request that begins alike has, and computes the rest of its prompt, while the others go
+on decoding in the same pass; each later step adds one token; when it ends, its keys and values are kept for the
 trajectory's next turn and its slot is closed up. Of requests that come together and begin alike, as the members of a
 group do, one computes the prompt and the others wait for it.
 
 Invariants (`check`): `_rows[i]` owns slot i, without gaps; the first `_num_decoding` rows have exactly one token to
 compute, the others are still being prefilled; no keys or values survive an `update`.
-Left out: preemption (a slot always has room up to `max_model_tokens`), speculation, several devices, copies of what is
-kept between turns for another trajectory.
+Left out: preemption (a slot always has room up to `max_model_tokens`), speculation, several devices.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import torch
 
 from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
+from rollart.data.engines.prefixes import Kept, Prefixes, most_alike
 from rollart.data.engines.request import Running, load_tokenizer
 from rollart.data.engines.sampling import Sampler, check_sampling
-from rollart.data.engines.slots import Prefixes, Slots, num_alike
+from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Tensors
@@ -35,8 +35,6 @@ from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, Para
 
 SHORTEST = 16
 """The self-check needs this many tokens."""
-LEAST_ALIKE = 8
-"""Fewer tokens are computed as soon as they are copied from another request."""
 
 
 class EmbeddedEngine:
@@ -189,37 +187,34 @@ class EmbeddedEngine:
         held: list[Running] = []
         for _ in range(min(len(self._waiting), self._max_slots - len(self._rows))):
             running = self._waiting.popleft()
-            num_own = self._prefixes.match(running.request.trajectory_id, running.tokens)
-            donor, num_now = self._most_alike(running.tokens, num_own)
-            _, num_soon = self._most_alike(running.tokens, num_now, soon=True)
+            donor, num_now = self._donor(running)
+            prefilling = self._rows[self._num_decoding :]
+            _, num_soon = most_alike(running.tokens, [(row, len(row.tokens)) for row in prefilling], num_now)
             if 2 * (num_soon - num_now) >= len(running.tokens) - num_now:
                 held.append(running)
             else:
                 self._seat(running, donor, num_now)
         self._waiting.extendleft(reversed(held))
 
-    def _most_alike(self, tokens: list[int], found: int, soon: bool = False) -> tuple[Running | None, int]:
-        """Who has computed, or will `soon`, more than `found` of what `tokens` begin with, and how much it is.
+    def _donor(self, running: Running) -> tuple[Running | Kept | None, int]:
+        """Whose keys and values a request can begin with, and how many: mostly those of its trajectory's last turn."""
+        tokens = running.tokens
+        own, num_own = self._prefixes.match(running.request.trajectory_id, tokens)
+        if 2 * num_own >= len(tokens):
+            return own, num_own
+        donors: list[tuple[Running | Kept, int]] = [(row, row.computed) for row in self._rows]
+        donors += [(kept, len(kept.tokens)) for kept in self._prefixes.latest(self._max_slots)]
+        other, num_other = most_alike(tokens, donors, num_own)
+        return (own, num_own) if other is None else (other, num_other)
 
-        One token is always left to compute.
-        """
-        donor: Running | None = None
-        least = found + LEAST_ALIKE
-        for row in self._rows:
-            most = min(len(row.tokens) if soon else row.computed, len(tokens) - 1)
-            if least <= most and row.tokens[:least] == tokens[:least]:
-                donor, found = row, min(num_alike(row.tokens, tokens), most)
-                least = found + 1
-        return donor, found
-
-    def _seat(self, running: Running, donor: Running | None, num_reused: int) -> None:
-        """Open a slot with the first `num_reused` tokens of the donor, else of the trajectory's last turn."""
+    def _seat(self, running: Running, donor: Running | Kept | None, num_reused: int) -> None:
+        """Open a slot that begins with a donor's keys and values."""
         slot = len(self._rows)
-        kept = self._prefixes.take(running.request.trajectory_id)
-        if donor is not None:
+        if isinstance(donor, Running):
             self._slots.copy(self._rows.index(donor), slot, num_reused)
-        elif kept is not None and num_reused:
-            self._slots.load(slot, kept, num_reused)
+        elif donor is not None:
+            self._slots.load(slot, donor.saved_L2HTD, num_reused)
+        self._prefixes.forget(running.request.trajectory_id)
         running.computed = num_reused
         self._cached_tokens += num_reused
         if not running.versions:

@@ -70,8 +70,8 @@ def _rows(each_NHD: Tensor, places_RT: Tensor) -> Tensor:
 
 
 def pick(each_NX: Tensor, places: Tensor) -> Tensor:
-    """Rows of a matrix, any number of times each: as indexing does, but with a fast backward pass on CPU."""
-    return functional.embedding(places, each_NX)
+    """Rows of a matrix, any number of times each. Backward, this is faster on CPU than indexing."""
+    return each_NX.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -124,9 +124,8 @@ class EmbeddedTrainer:
         return warm_up(self._scorer, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
 
     def _run(self, collated: list[list[MicroBatch]]) -> list[_Update]:
-        if len(collated) == 1:
-            return [self._update(collated[0], None)]
-        proximal = [[self._proximal(micro) for micro in plan] for plan in collated]
+        # Until the first update the proximal policy is the current one, whose scores that update computes anyway.
+        proximal = [[self._proximal(micro) for micro in plan] if index else None for index, plan in enumerate(collated)]
         return [self._update(plan, policy) for plan, policy in zip(collated, proximal, strict=True)]
 
     @torch.no_grad()

@@ -110,7 +110,8 @@ def from_logits(
     logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N, entropy_N) under softmax(logits / temperature)."""
-    all_NV = functional.log_softmax(logits_NV.float() / temperature, dim=-1)
+    scaled_NV = logits_NV.float() if temperature == 1 else logits_NV.float() / temperature
+    all_NV = functional.log_softmax(scaled_NV, dim=-1)
     entropy_NV = all_NV if entropy_gradient else all_NV.detach()
     entropy_N = -(entropy_NV.exp() * entropy_NV).sum(-1)
     return all_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N

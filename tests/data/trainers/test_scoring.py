@@ -62,7 +62,7 @@ def test_scores_of_a_padded_batch_equal_the_plain_forward_of_each_row(trainer_mo
         assert not logprobs_BT[row, sample.num_inputs :].any()
 
 
-# ---------------------------------------------------------------------------------------------------- rows that begin alike
+# ------------------------------------------------------------------------------------------------ rows that begin alike
 DRAW = random.Random(0)
 
 
