@@ -52,14 +52,20 @@ def attend(
 
 
 def _attend(query_NQD: Tensor, key_NHD: Tensor, value_NHD: Tensor, segment: Segment, scaling: float | None) -> Tensor:
+    query_RQCD = _rows(query_NQD, segment.queries_RC)
+    key_RHWD, value_RHWD = _rows(key_NHD, segment.keys_RW), _rows(value_NHD, segment.keys_RW)
+    group = query_RQCD.shape[1] // key_RHWD.shape[1]
+    if group > 1 and segment.mask_R1CW is not None and query_RQCD.device.type != "cpu":
+        # With a mask, only the CPU's fused kernel lets query heads share a key-value head.
+        key_RHWD, value_RHWD = (each.repeat_interleave(group, 1) for each in (key_RHWD, value_RHWD))
     out_RQCD = functional.scaled_dot_product_attention(
-        _rows(query_NQD, segment.queries_RC),
-        _rows(key_NHD, segment.keys_RW),
-        _rows(value_NHD, segment.keys_RW),
+        query_RQCD,
+        key_RHWD,
+        value_RHWD,
         attn_mask=segment.mask_R1CW,
         is_causal=segment.mask_R1CW is None,
         scale=scaling,
-        enable_gqa=key_NHD.shape[1] != query_NQD.shape[1],
+        enable_gqa=query_RQCD.shape[1] != key_RHWD.shape[1],
     )
     return out_RQCD.transpose(1, 2).flatten(2).flatten(0, 1)
 
