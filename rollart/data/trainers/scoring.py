@@ -153,6 +153,8 @@ def has_plain_head(model: Any) -> bool:
 
 ALIKE = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 9], [1, 2, 3, 4, 5, 6, 9, 9], [1, 2, 8, 4, 9, 6], [7, 3])
 """Rows that show every part of the layout: whole ones, short tails, padding in both."""
+FULL = "full_attention"
+"""What transformers calls a layer in which every token sees all tokens before it."""
 
 
 @torch.no_grad()
@@ -161,6 +163,8 @@ def take_packed_rows(model: Any) -> bool:
 
     The difference is judged against the logits' own size, as weights that were never trained say little.
     """
+    if set(getattr(model.config.get_text_config(), "layer_types", None) or [FULL]) != {FULL}:
+        return False  # what rows of a few tokens could not show, such as a wide window
     size = model.get_input_embeddings().weight.shape[0]
     rows = [[token % size for token in row] for row in ALIKE]
     device = next(model.parameters()).device

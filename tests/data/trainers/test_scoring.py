@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from rollart.data.trainers.scoring import Scorer, load_model
@@ -146,10 +148,11 @@ GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id
     [
         (lambda: MistralForCausalLM(MistralConfig(**MISTRAL, sliding_window=None)), True),
         (lambda: MistralForCausalLM(MistralConfig(**MISTRAL, sliding_window=16)), False),
+        (lambda: Qwen2ForCausalLM(Qwen2Config(**MISTRAL, use_sliding_window=True, max_window_layers=1)), False),
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)), False),
         (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), True),
     ],
-    ids=["full window", "sliding window", "alibi", "learned positions"],
+    ids=["full window", "sliding window", "a wide window in one layer", "alibi", "learned positions"],
 )
 def test_a_model_is_scored_right_whether_or_not_it_takes_packed_rows(build, packs):
     with torch.random.fork_rng():
