@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollart.errors import TrainError
 from rollart.learn.advantage import advantages
-from rollart.learn.packing import Device, Packed, num_alike, pack, padded
+from rollart.learn.packing import Device, Packed, num_alike, num_distinct, pack, padded
 from rollart.types import Group, Trajectory
 
 
@@ -167,12 +167,12 @@ def collate(samples: Sequence[Sample], device: Device = "cpu", packs: bool = Fal
     """
     rows = [sample.tokens[:-1] for sample in samples]
     tokens_BT = padded(rows, torch.long, device)
-    packed = pack(rows, device) if packs else None
+    pays = packs and num_distinct(rows) <= PACKED * tokens_BT.numel()
     return MicroBatch(
         tokens_BT=tokens_BT,
         targets_BT=padded([sample.tokens[1:] for sample in samples], torch.long, device),
         mask_BT=padded([sample.mask[1:] for sample in samples], torch.bool, device),
         behaviour_BT=padded([sample.behaviour_logprobs[1:] for sample in samples], torch.float32, device),
         advantages_BT=padded([sample.advantages[1:] for sample in samples], torch.float32, device),
-        packed=packed if packed is not None and len(packed.tokens_N) <= PACKED * tokens_BT.numel() else None,
+        packed=pack(rows, device) if pays else None,
     )

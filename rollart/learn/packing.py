@@ -13,6 +13,7 @@ Shape suffixes: N packed tokens, B rows of T positions; in a segment R rows, wit
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Sequence
@@ -112,6 +113,13 @@ def _segment(places_RT: Tensor, firsts_R: Tensor, lengths_R: Tensor, device: Dev
     mask_RCW = torch.zeros(hidden_RCW.shape).masked_fill_(hidden_RCW, -math.inf)
     queries_RC = keys_RW.gather(1, own_RC.clamp(max=keys_RW.shape[1] - 1))
     return Segment(queries_RC.to(device), keys_RW.to(device), mask_RCW[:, None].to(device))
+
+
+def num_distinct(rows: Sequence[list[int]]) -> int:
+    """Tokens that the packed row would have."""
+    ordered = sorted(rows)
+    shared = sum(num_alike(*pair) for pair in itertools.pairwise(ordered))
+    return sum(map(len, ordered)) - shared
 
 
 def num_alike(first: Sequence[int], second: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.learn.packing import LONGEST_MASKED, num_alike, pack
+from rollart.learn.packing import LONGEST_MASKED, num_alike, num_distinct, pack
 
 # Few kinds of tokens, so that rows often begin alike.
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -32,7 +32,7 @@ def assert_exact(rows):
     packed = pack(rows)
     attention = seen(packed)
     prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
-    assert len(packed.tokens_N) == len(packed.positions_N) == len(prefixes)
+    assert len(packed.tokens_N) == len(packed.positions_N) == len(prefixes) == num_distinct(rows)
     for row, places in zip(rows, packed.place_BT.tolist(), strict=True):
         own = places[: len(row)]
         assert packed.tokens_N[own].tolist() == row
