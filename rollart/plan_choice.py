@@ -46,8 +46,8 @@ class Trainer(Struct, frozen=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """A plan. `devices` and `engines`: per device class; `alpha`: None where the schedule implies it.
 
-    affinity: (tag, class) pairs in order, `auto`, or () for none. extra_groups: a number, or `auto`
-    (`control/pacing.py`). prefill: the class that only prefills, or "".
+    affinity: (tag, class) pairs in order, `auto`, or (). extra_groups: a number, or `auto` (`control/pacing.py`).
+    prefill: the class that only prefills, or "".
     """
 
     schedule: str

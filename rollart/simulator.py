@@ -4,24 +4,22 @@ TrainingLoop, RolloutScheduler, EnvManagers, LLMProxy, Router, SampleBuffer, Sup
 those of `rollart train`; only what lives in the workers is simulated (`data/simulated`).
 
 Invariant: the same config gives the same result, bit for bit; nothing sleeps, nothing loads torch. What this file
-leaves out: what a device needs for a step (`data/simulated/device.py`), and how a result is shown (`simulation.py`).
+leaves out: what a device needs for a step (`data/simulated/device.py`), what steps come to (`simulated_steps.py`), and
+how a result is shown (`simulation.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from rollart import toml
-from rollart.bound import TrainedTrajectory, lower_bound
 from rollart.checks import nearest
 from rollart.config import Config
 from rollart.control.background import Background
@@ -29,7 +27,7 @@ from rollart.control.env_manager import Services, sampling_of
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
 from rollart.control.group_scores import GroupScores
-from rollart.control.ledger import STAGES, Ledger
+from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.supervisor import Supervisor
@@ -38,13 +36,15 @@ from rollart.control.training_loop import StepSummary, TrainingLoop
 from rollart.data.simulated.model_shape import load_shape
 from rollart.data.simulated.profile import Profile, TaskProfile, load_profile
 from rollart.data.simulated.renderer import SimulatedRenderer
-from rollart.data.simulated.runtime import SimulatedRuntime
+from rollart.data.simulated.runtime import SimulatedRuntime, with_nodes
 from rollart.data.simulated.timeline import Timeline
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.resource.affinity import Affinity
+from rollart.resource.routing import Router
 from rollart.sections import SimulateConfig
+from rollart.simulated_steps import Counters, Steps
 from rollart.simulation import Simulation, report, to_json
-from rollart.types import EngineStats, TaskSpec, Trajectory
+from rollart.types import TaskSpec, Trajectory
 from rollart.virtual_time import run_virtual
 from rollart.workers import Workers, started
 
@@ -68,9 +68,7 @@ def simulate(
         raise ConfigError(
             f"simulate.warmup_steps: {settings.warmup_steps} of {config.steps} steps leave none to measure; raise steps"
         )
-    profile = profile or load_profile(settings.profile)
-    tasks = profiles_of(config, profile)
-    run = _Run(_without_the_rest(config), profile, tasks, timeline, on_step)
+    run = Run(config, profile or load_profile(settings.profile), timeline, on_step)
     return run_virtual(run.to_the_end())
 
 
@@ -144,9 +142,9 @@ def specs_of(config: Config, tasks: Mapping[str, TaskProfile]) -> dict[str, Task
 
 
 def _without_the_rest(config: Config) -> Config:
-    """The config without what a simulated run does not have: files, shards, other runs."""
+    """The config without what a simulated run does not have: files, shards, other runs, devices of this machine."""
     return replace(
-        config,
+        with_nodes(config),
         runtime="local",
         trainer="simulated",
         engine="embedded",
@@ -157,77 +155,69 @@ def _without_the_rest(config: Config) -> Config:
     )
 
 
-class _Mark(Struct, frozen=True):
-    """Counters at the moment from which on steps are measured."""
+class Run:
+    """One simulated run; implements `LoopHooks` and `Recorder`.
 
-    at_s: float = 0.0
-    waits_s: dict[str, float] = {}
-    train_s: float = 0.0
-    ages: dict[int, int] = {}
-    aborted: dict[str, int] = {}
-    discarded: dict[str, int] = {}
-    engines: dict[str, EngineStats] = {}
-
-
-class _Run:
-    """One simulated run; implements `LoopHooks` and `Recorder`."""
+    `scheduler` and `proxy` are those of the run once it has begun, and stay when it has ended.
+    Raises ConfigError for a task, model or profile that is not known.
+    """
 
     def __init__(
         self,
         config: Config,
         profile: Profile,
-        tasks: Mapping[str, TaskProfile],
-        timeline: Timeline | None,
-        on_step: OnStep | None,
+        timeline: Timeline | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        self._config, self._profile, self._tasks = config, profile, tasks
+        self._tasks = profiles_of(config, profile)
+        self._config = config = _without_the_rest(config)
+        self._profile = profile
         self._settings = config.simulate or SimulateConfig()
         self._timeline, self._on_step = timeline, on_step
         self._model = load_shape(self._settings.model)
         self._ledger = Ledger()
         self._said: list[str] = []
-        self._engines: dict[str, EngineStats] = {}
-        self._mark = _Mark()
-        self._step_times: list[float] = []
-        self._batches: list[list[TrainedTrajectory]] = []
-        self._wasted: Counter[str] = Counter()
-        self._seconds: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._workers: Workers
-        self._proxy: LLMProxy
+        self._steps = Steps(config, profile, self._model)
+        self._runtime: SimulatedRuntime
+        self.scheduler: RolloutScheduler
+        self.proxy: LLMProxy
+        self.router: Router
 
     async def to_the_end(self) -> Simulation:
-        """Run, and say what came out."""
+        """Run, and say what came out. Raises what ends a real run."""
         config = self._config
         specs = specs_of(config, self._tasks)
-        runtime = SimulatedRuntime(config, self._profile, self._model, self._tasks, self._timeline)
-        async with started(config, "simulated", Path(), specs, Path(), {}, True, self._say, runtime) as workers:
-            self._workers = workers
+        self._runtime = SimulatedRuntime(config, self._profile, self._model, self._tasks, self._timeline)
+        async with started(config, "simulated", Path(), specs, Path(), {}, True, self._say, self._runtime) as workers:
             relax_collector()
+            self._runtime.check_faults()
             loop = self._assemble(workers, specs)
-            faults = asyncio.ensure_future(self._strike(runtime))
+            faults = asyncio.ensure_future(self._strike())
             try:
                 await loop.run()
-                self._engines |= await self._proxy.stats()
+                end = self._now()
             finally:
                 faults.cancel()
                 await asyncio.gather(faults, return_exceptions=True)
-            return self._result()
+            trainer = workers.of_role("actor_train")[0].binding.device_class
+            result = self._steps.result(end, self._runtime.engine_classes(), trainer, workers.classes)
+        return replace(result, events=self._said)
 
     def _assemble(self, workers: Workers, specs: dict[str, TaskSpec]) -> TrainingLoop:
         config, background, renderer = self._config, Background(), SimulatedRenderer()
         slots = config.rollout.engine_slots
-        affinity = Affinity(workers.placement.affinity, config.affinity_mode, slots)
-        self._proxy = workers.proxy = LLMProxy(
+        self.router = workers.router(slots)
+        self.proxy = workers.proxy = LLMProxy(
             workers.inference(),
-            router=workers.router(slots),
+            router=self.router,
             classes=workers.classes,
             background=background,
-            affinity=affinity,
+            affinity=Affinity(workers.placement.affinity, config.affinity_mode, slots),
             say=self._say,
         )
         services = Services(
             env=workers.environment,
-            proxy=self._proxy,
+            proxy=self.proxy,
             renderer=renderer,
             sampling=sampling_of(config),
             background=background,
@@ -237,53 +227,47 @@ class _Run:
         )
         supervisor = Supervisor(workers.handles, workers.recover)
         source = TaskSource(config.seed, specs)
-        scheduler = RolloutScheduler(config, specs, source, services, self._ledger, self, supervisor.fail)
+        self.scheduler = RolloutScheduler(config, specs, source, services, self._ledger, self, supervisor.fail)
         assert workers.trainer is not None
         evaluator = Evaluator(services, specs, source, episodes=0)
         return TrainingLoop(
-            config, scheduler, self._proxy, workers.trainer, evaluator, supervisor, self._ledger, self, [0, 0]
+            config, self.scheduler, self.proxy, workers.trainer, evaluator, supervisor, self._ledger, self, [0, 0]
         )
 
-    async def _strike(self, runtime: SimulatedRuntime) -> None:
-        loop = asyncio.get_running_loop()
-        for fault in sorted(self._settings.faults, key=lambda each: each.at_s):
-            await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
-            self._say(runtime.strike(fault))
+    async def _strike(self) -> None:
+        """Let things break when it is time; those that are left when the run ends are told of."""
+        left = sorted(self._settings.faults, key=lambda each: each.at_s)
+        try:
+            while left:
+                await asyncio.sleep(max(0.0, left[0].at_s - asyncio.get_running_loop().time()))
+                self._say(self._runtime.strike(left.pop(0)))
+        finally:
+            for fault in left:
+                self._say(f"fault of {fault.at_s:g} s: the run ended before")
 
     def _say(self, line: str) -> None:
         self._said.append(f"{asyncio.get_running_loop().time():.1f} s: {line}")
 
+    def _now(self) -> Counters:
+        now_s, runtime = asyncio.get_running_loop().time(), self._runtime
+        engines, rewards = runtime.engine_stats(), runtime.reward_seconds()
+        return self._steps.counters(now_s, self._ledger, engines, rewards, runtime.cut_tokens())
+
     # ------------------------------------------------------------------------------------------- hooks of the loop
     async def step_done(self, summary: StepSummary) -> None:
-        """Keep what the result needs, and no tokens."""
+        """Count it, once steps are measured."""
         if self._on_step is not None:
             self._on_step(summary.step, summary.seconds)
-        if summary.step <= self._settings.warmup_steps:
-            if summary.step == self._settings.warmup_steps:
-                self._mark = await self._now()
-            return
-        self._step_times.append(summary.seconds)
-        trajectories = [each for group in summary.batch.groups for each in group.trajectories]
-        self._batches.append([_compact(each) for each in trajectories])
+        if summary.step > self._settings.warmup_steps:
+            self._steps.done(summary.seconds, summary.batch, self._now())
+        elif summary.step == self._settings.warmup_steps:
+            self._steps.begin(self._now())
 
     async def checkpoint(self, step: int) -> None:
         """Nothing is kept."""
 
     async def evaluated(self, step: int, result: EvalResult) -> None:
         """There are no episodes of evaluation."""
-
-    async def _now(self) -> _Mark:
-        state = self._ledger.state()
-        self._engines |= (stats := await self._proxy.stats())
-        return _Mark(
-            at_s=asyncio.get_running_loop().time(),
-            waits_s={**self._ledger.snapshot()["waits_s"]},
-            train_s=state["train_s"],
-            ages=state["ages"],
-            aborted=state["aborted"],
-            discarded=state["discarded"],
-            engines=dict(stats),
-        )
 
     # ---------------------------------------------------------------------------------------- recorder of trajectories
     def add(self, name: str, value: float) -> None:
@@ -293,123 +277,6 @@ class _Run:
         """Not needed."""
 
     def trajectory(self, trajectory: Any, kept: bool) -> None:
-        """Tokens of whole turns that nobody trained on, by the reason."""
+        """Count what nobody trains on."""
         if not kept and isinstance(trajectory, Trajectory):
-            self._wasted[trajectory.stop_reason] += trajectory.num_generated_tokens
-
-    # ------------------------------------------------------------------------------------------------------ result
-    def _result(self) -> Simulation:
-        config, mark, steps = self._config, self._mark, len(self._step_times)
-        seconds = sum(self._step_times)
-        state, snapshot = self._ledger.state(), self._ledger.snapshot()
-        waits = {name: s - mark.waits_s.get(name, 0.0) for name, s in snapshot["waits_s"].items()}
-        train_s = state["train_s"] - mark.train_s
-        breakdown = {
-            "training": train_s / steps,
-            **{name: waits.get(name, 0.0) / steps for name in ("weights", "suspended", *STAGES, "nothing_running")},
-        }
-        trained = [each for batch in self._batches for each in batch]
-        tokens = sum(sum(each.prompts) + sum(each.responses) for each in trained)
-        engines = _difference(self._engines, mark.engines)
-        cost = cost_per_hour(config)
-        bound = lower_bound(config, self._profile, self._model, self._batches)
-        step_s = seconds / steps
-        return Simulation(
-            schedule=config.schedule,
-            alpha=config.effective_alpha,
-            steps=steps,
-            step_s=step_s,
-            step_times=self._step_times,
-            tokens_per_step=tokens / steps,
-            generated_per_step=sum(sum(each.responses) for each in trained) / steps,
-            throughput=tokens / seconds,
-            breakdown=breakdown,
-            waits_s={name: s for name, s in waits.items() if s},
-            utilisation=self._utilisation(engines, train_s, seconds),
-            age_histogram=_counts(state["ages"], mark.ages),
-            aborted=_counts(state["aborted"], mark.aborted),
-            discarded=_counts(state["discarded"], mark.discarded),
-            wasted_tokens=dict(self._wasted),
-            generated_tokens=sum(each.generated_tokens for each in engines.values()),
-            recomputed_tokens=sum(each.recomputed_tokens for each in engines.values()),
-            cost_per_hour=cost,
-            cost_per_million_tokens=cost * seconds / 3600 / (tokens / 1e6),
-            preemptions=sum(each.preempted for each in engines.values()),
-            bound=bound,
-            share_of_possible=bound.step_s / step_s,
-            trajectories=_means(trained),
-            resources={name: str(self._workers.classes[name]) for name in self._workers.classes},
-            events=self._said,
-        )
-
-    def _utilisation(self, engines: Mapping[str, EngineStats], train_s: float, seconds: float) -> dict[str, float]:
-        """Busy share of the devices, by role and class."""
-        classes = self._workers.classes
-        busy: defaultdict[str, list[float]] = defaultdict(list)
-        for name, stats in engines.items():
-            busy[f"actor_gen {classes.get(name, 'lost')}"].append(stats.busy_s / seconds)
-        trainer = self._workers.of_role("actor_train")[0].binding.device_class
-        return {
-            **{name: sum(shares) / len(shares) for name, shares in busy.items()},
-            f"actor_train {trainer}": train_s / seconds,
-        }
-
-
-def cost_per_hour(config: Config) -> float:
-    """Of all devices of all pools, in units of the pools' `cost`."""
-    return sum(pool.cost * _size(pool.count, pool.nodes) for pool in config.pools.values() if not pool.url)
-
-
-def _size(count: int, nodes: Mapping[str, str]) -> int:
-    from rollart.resource.placement import indices
-
-    return count or sum(len(indices(f"nodes.{node}", text)) for node, text in nodes.items())
-
-
-def _compact(trajectory: Trajectory) -> TrainedTrajectory:
-    turns = trajectory.turns
-    return TrainedTrajectory(
-        task=trajectory.task,
-        prompts=[len(turn.observation) for turn in turns],
-        responses=[len(turn.action) for turn in turns],
-        seconds=dict(trajectory.seconds),
-    )
-
-
-def _difference(after: Mapping[str, EngineStats], before: Mapping[str, EngineStats]) -> dict[str, EngineStats]:
-    fields = (
-        "busy_s",
-        "steps",
-        "generated_tokens",
-        "prefilled_tokens",
-        "cached_tokens",
-        "recomputed_tokens",
-        "preempted",
-    )
-    return {
-        name: replace(stats, **{each: getattr(stats, each) - getattr(before[name], each) for each in fields})
-        if name in before
-        else stats
-        for name, stats in after.items()
-    }
-
-
-def _counts(after: Mapping[Any, int], before: Mapping[Any, int]) -> dict[str, int]:
-    return {str(key): after[key] - before.get(key, 0) for key in sorted(after) if after[key] != before.get(key, 0)}
-
-
-def _means(trained: list[TrainedTrajectory]) -> dict[str, dict[str, float]]:
-    """Per task, means over the trained trajectories."""
-    by_task: defaultdict[str, list[TrainedTrajectory]] = defaultdict(list)
-    for each in trained:
-        by_task[each.task].append(each)
-    return {
-        task: {
-            "trajectories": float(len(group)),
-            "turns": sum(len(each.prompts) for each in group) / len(group),
-            "prompt_tokens": sum(sum(each.prompts) for each in group) / len(group),
-            "response_tokens": sum(sum(each.responses) for each in group) / len(group),
-            **{stage + "_s": sum(each.seconds.get(stage, 0.0) for each in group) / len(group) for stage in STAGES},
-        }
-        for task, group in sorted(by_task.items())
-    }
+            self._steps.lost(trajectory)

@@ -159,7 +159,10 @@ class Trajectory(Struct):
     @property
     def start_version(self) -> int | None:
         """The policy version of the first generated token, or None before there is one."""
-        return next((turn.versions[0] for turn in self.turns if turn.versions), None)
+        for turn in self.turns:
+            if turn.versions:
+                return turn.versions[0]
+        return None
 
     @property
     def num_generated_tokens(self) -> int:

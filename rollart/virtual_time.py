@@ -6,7 +6,8 @@ So the same program gives the same order of events, bit for bit. Libraries that 
 let threads and sockets have real time, which is not repeatable, and simloop wants a newer Python: hence this file.
 What this file leaves out: pipes, sockets and subprocesses, which would need real time.
 
-It stands on two private parts of `asyncio.BaseEventLoop`: the queue `_ready`, and `_run_once`, called by `run_forever`.
+It stands on private parts of `asyncio.BaseEventLoop`: the queue `_ready`, and `_run_once`, which `run_forever` calls
+until `_stopping` is set.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """`time()` starts at 0 and moves only when everybody sleeps."""
 
     _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self) -> None:
         super().__init__(selectors.SelectSelector())
@@ -44,6 +46,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the start."""
         return self._now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As of any loop."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -90,7 +100,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         ready = self._ready
         if not ready:
             self._jump()
-        for _ in range(len(ready)):
+        while ready and not self._stopping:
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()

@@ -310,10 +310,7 @@ async def started(
         await resources.open()
         stack.push_async_callback(_shielded, resources.close)
         stack.push_async_callback(_shielded, runtime.shutdown)
-        bindings = [
-            await resources.bind(each.worker, each.role, each.device_class, each.num_devices)
-            for each in placement.wanted
-        ]
+        bindings = await resources.bind_all(placement.wanted)
         recipes = _recipes(config, model, dict(weights), placement)
         members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
         workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)

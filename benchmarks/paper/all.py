@@ -15,6 +15,7 @@ from common import HERE, Row, Settings, add_settings, chosen, environment, figur
 from report import publish
 
 EXPERIMENTS = (
+    "calibration",
     "ladder",
     "scaling",
     "affinity",

@@ -12,9 +12,9 @@ import asyncio
 import hashlib
 import math
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -38,6 +38,8 @@ from rollart.types import (
     Trajectory,
     Turn,
 )
+
+T = TypeVar("T")
 
 FAULT: dict[str, StopReason] = {
     "reset": "env_error",
@@ -184,9 +186,9 @@ class EnvManager:
         raise AssertionError("the last attempt returns or raises")
 
     async def _reset_once(self) -> EnvReply:
-        async with _fence(self._task.reset_timeout_s, EnvTimeout, f"reset of task {self._task.name!r}"):
-            reply = await self._services.env.reset(self._env_id, self._task.name, self.trajectory.seed)
-        return self._checked(reply)
+        task = self._task
+        reset = self._services.env.reset(self._env_id, task.name, self.trajectory.seed)
+        return self._checked(await _fenced(reset, task.reset_timeout_s, EnvTimeout, f"reset of task {task.name!r}"))
 
     # ---------------------------------------------------------------------------------------------------- generate
     async def _generate(self, turn: Turn) -> StopReason | None:
@@ -232,10 +234,9 @@ class EnvManager:
         self._enter("step")
         if self._lockstep is not None:
             await self._lockstep.wait(self._id)
-        began = asyncio.get_running_loop().time()
-        async with _fence(self._task.step_timeout_s, EnvTimeout, f"step of task {self._task.name!r}"):
-            reply = await self._services.env.step(self._env_id, turn.action_text)
-        reply = self._checked(reply)
+        task, began = self._task, asyncio.get_running_loop().time()
+        step = self._services.env.step(self._env_id, turn.action_text)
+        reply = self._checked(await _fenced(step, task.step_timeout_s, EnvTimeout, f"step of task {task.name!r}"))
         turn.step_s = asyncio.get_running_loop().time() - began
         turn.reward = reply.reward
         return reply
@@ -271,8 +272,8 @@ class EnvManager:
         if self._task.reward_scope == "group" and self._services.group_scores is not None:
             reward = await self._services.group_scores.score(self.trajectory.group_id, self._id, request)
         else:
-            async with _fence(self._task.reward_deadline_s, RewardError, f"reward of task {self._task.name!r}"):
-                reward = await self._services.reward.score(request)
+            score, what = self._services.reward.score(request), f"reward of task {self._task.name!r}"
+            reward = await _fenced(score, self._task.reward_deadline_s, RewardError, what)
         if not _is_number(reward):
             raise RewardError(f"reward of task {self._task.name!r} is {reward!r}, not a finite number")
         return float(reward)
@@ -299,12 +300,11 @@ class EnvManager:
         self._stage, self._since = stage, now
 
 
-@asynccontextmanager
-async def _fence(limit_s: float, kind: type[Exception], what: str) -> AsyncIterator[None]:
+async def _fenced(call: Awaitable[T], limit_s: float, kind: type[Exception], what: str) -> T:
     """A second fence behind the worker's own timeout, a little later: a worker that does not answer at all."""
     try:
         async with asyncio.timeout(limit_s * 1.1 + 1.0):
-            yield
+            return await call
     except TimeoutError as error:
         if isinstance(error, kind):
             raise

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from rollart.checks import nearest
 from rollart.errors import ConfigError, ResourceError
+from rollart.resource.placement import Wanted
 from rollart.resource.pool import PoolRow, Pools
 from rollart.resource.store import MetadataStore
 from rollart.types import Binding, PoolSpec
@@ -87,12 +88,23 @@ class ResourceManager:
         self, worker: str, role: str, device_class: str, num_devices: int = 1, avoid: Collection[str] = ()
     ) -> Binding:
         """Devices for one worker. Raises ConfigError for an unknown class, ResourceError when none is free."""
-        binding_id = f"{self._run}/{worker}"
-        binding = await self._change(lambda pools: pools.bind(binding_id, role, device_class, num_devices, avoid))
-        self._mine[binding_id] = binding
-        if binding.fell_back:
-            self._warn(f"{worker}: no {device_class} is free; it runs on {binding}")
-        return binding
+        return (await self.bind_all([Wanted(worker, role, device_class, num_devices)], avoid))[0]
+
+    async def bind_all(self, wanted: Sequence[Wanted], avoid: Collection[str] = ()) -> list[Binding]:
+        """Devices for many workers, in order: for all of them or, when it raises what `bind` does, for none."""
+
+        def bind(pools: Pools) -> list[Binding]:
+            return [
+                pools.bind(f"{self._run}/{each.worker}", each.role, each.device_class, each.num_devices, avoid)
+                for each in wanted
+            ]
+
+        bindings = await self._change(bind)
+        for each, binding in zip(wanted, bindings, strict=True):
+            self._mine[binding.binding_id] = binding
+            if binding.fell_back:
+                self._warn(f"{each.worker}: no {each.device_class} is free; it runs on {binding}")
+        return bindings
 
     async def release(self, binding: Binding) -> None:
         """Give one binding back. Raises ResourceError."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from heapq import heapify, heappop
 from typing import Any
 
 import msgspec
@@ -54,8 +55,10 @@ class Pools:
     def __init__(self, specs: Iterable[PoolSpec] = (), state: PoolState | None = None) -> None:
         self._state = state or PoolState()
         self._load: dict[str, Counter[int]] = defaultdict(Counter)
+        self._held: Counter[tuple[str, str]] = Counter()
+        """Bindings of all devices of a node together, by pool and node."""
         for binding in self._state.bindings.values():
-            self._load[_place(binding.pool, binding.node)].update(binding.devices)
+            self._count(binding, 1)
         self.declare(specs)
 
     # ------------------------------------------------------------------------------------------------ declarations
@@ -143,7 +146,7 @@ class Pools:
         """Give devices back. Harmless when it is not bound."""
         binding = self._state.bindings.pop(binding_id, None)
         if binding is not None:
-            self._load[_place(binding.pool, binding.node)].subtract(binding.devices)
+            self._count(binding, -1)
 
     def release_run(self, run: str) -> list[Binding]:
         """Give back all that one run holds; what it held."""
@@ -236,6 +239,7 @@ class Pools:
                 here = [each for each in self._state.bindings.values() if (each.pool, each.node) == (spec.name, node)]
                 loads = Counter(device for each in here for device in each.devices)
                 assert loads == +self._load[_place(spec.name, node)]
+                assert loads.total() == self._held[spec.name, node]
                 assert all(load <= spec.share for load in loads.values())
                 assert set(loads) <= set(devices)
                 assert self._failed(spec.name, node) <= set(devices)
@@ -256,23 +260,32 @@ class Pools:
 
     def _hold(self, binding: Binding) -> None:
         self._state.bindings[binding.binding_id] = binding
-        self._load[_place(binding.pool, binding.node)].update(binding.devices)
+        self._count(binding, 1)
+
+    def _count(self, binding: Binding, times: int) -> None:
+        loads = self._load[_place(binding.pool, binding.node)]
+        for device in binding.devices:
+            loads[device] += times
+        self._held[binding.pool, binding.node] += times * len(binding.devices)
 
     def _roomiest(self, name: str, wanted: int, avoid: Collection[str]) -> tuple[str, str, tuple[int, ...]] | None:
         """The node of the class with most room, and its least loaded devices; the cheapest pool first."""
-        places = []
-        for spec in self._state.pools.values():
-            for order, node in enumerate(spec.nodes if spec.device_class == name else ()):
-                free = self._free(spec, node)
-                if node not in avoid and len(free) >= wanted:
-                    loads = self._load[_place(spec.name, node)]
-                    busy = loads.total() / (spec.share * len(spec.nodes[node]))
-                    places.append((spec.cost, busy, order, spec.name, node, free))
-        if not places:
-            return None
-        *_, pool, node, free = min(places)
-        loads = self._load[_place(pool, node)]
-        return pool, node, tuple(sorted(sorted(free, key=lambda each: (loads[each], each))[:wanted]))
+        pools = self._state.pools
+        places = [
+            (spec.cost, self._held[spec.name, node] / (spec.share * len(devices)), order, spec.name, node)
+            for spec in pools.values()
+            if spec.device_class == name
+            for order, (node, devices) in enumerate(spec.nodes.items())
+            if devices and node not in avoid
+        ]
+        heapify(places)
+        while places:
+            *_, pool, node = heappop(places)
+            free = self._free(pools[pool], node)
+            if len(free) >= wanted:
+                loads = self._load[_place(pool, node)]
+                return pool, node, tuple(sorted(sorted(free, key=lambda each: (loads[each], each))[:wanted]))
+        return None
 
     def _why_not(self, device_class: str, wanted: int, avoid: Collection[str]) -> str:
         what = f"{wanted} device{'s' if wanted != 1 else ''}"

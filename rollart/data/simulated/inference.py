@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -52,6 +51,8 @@ class SimulatedInference:
     ) -> None:
         self.name, self.engine = name, engine
         self.death: WorkerDied | None = None
+        self.cut_tokens = 0
+        """Generated for answers that nobody got: given up, or lost when this or a peer died."""
         self._store, self._pace, self._links, self._peers = store, pace, links, prefill_peers
         self._timeline = timeline
         if timeline is not None:
@@ -135,10 +136,15 @@ class SimulatedInference:
         self.death = error
         if self._timer is not None:
             self._timer.cancel()
-        futures: list[asyncio.Future[Any]] = [*self._futures.values(), *self._still]
-        for future in futures:
+        now = asyncio.get_running_loop().time()
+        for request_id, future in self._futures.items():
+            result = self.engine.abort(request_id, now)
+            self.cut_tokens += len(result.tokens) if result is not None else 0
             if not future.done():
                 future.set_exception(error)
+        for still in self._still:
+            if not still.done():
+                still.set_exception(error)
         self._futures.clear()
         self._still.clear()
 
@@ -155,6 +161,8 @@ class SimulatedInference:
         try:
             return await future
         except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.cut_tokens += len(future.result().tokens)
             self.cancel(request.request_id)
             raise
 
@@ -169,6 +177,8 @@ class SimulatedInference:
         future = self._futures.pop(result.request_id, None)
         if future is not None and not future.done():
             future.set_result(result)
+        else:
+            self.cut_tokens += len(result.tokens)
 
     def _wake(self) -> None:
         """Look at the engine again when all commands of this moment are in."""
@@ -243,7 +253,12 @@ class SimulatedInference:
                 parts.append(await self.run(_rest(request, parts), moved))
                 if parts[-1].finish_reason != "abort" or name in self._given_up:
                     break
+            if self.death is not None:
+                raise self.death
             return _joined(parts)
+        except (WorkerDied, asyncio.CancelledError):
+            self.cut_tokens += sum(len(part.tokens) for part in parts)
+            raise
         finally:
             del self._split[name]
             self._given_up.discard(name)

@@ -8,10 +8,13 @@ that went away takes its workers with it and is not offered again. What this fil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CoroutineType
 from typing import Any
 
+from msgspec.structs import replace
+
+from rollart import toml
 from rollart.checks import nearest
 from rollart.config import Config
 from rollart.data.engines.simulated import SimulatedEngine
@@ -27,8 +30,9 @@ from rollart.data.trainers.simulated import SimulatedTrainer
 from rollart.errors import ConfigError, WorkerDied
 from rollart.protocols import WorkerHandle
 from rollart.resource.classes import CLASSES, CPU, DeviceClass
+from rollart.resource.placement import indices
 from rollart.sections import FaultConfig, SimulateConfig
-from rollart.types import Binding, NodeInfo
+from rollart.types import Binding, EngineStats, NodeInfo
 
 CPU_NODE = "cpu"
 CPU_CORES = 4096
@@ -40,10 +44,10 @@ ELASTIC = ("http", "https", "lambda", "fc", "ray")
 class SimulatedWorker:
     """Implements `protocols.WorkerHandle` over an object of this process."""
 
-    def __init__(self, name: str, built: Any, node: str) -> None:
+    def __init__(self, name: str, built: Any, binding: Binding) -> None:
         self.name = name
         self.built = built
-        self.node = node
+        self.node, self.device_class = binding.node, binding.device_class
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:  # noqa: ARG002
@@ -66,12 +70,14 @@ class SimulatedWorker:
         """Nobody calls it any more."""
         self.die("it was stopped")
 
-    def die(self, reason: str) -> None:
-        """What it had in hand is lost."""
-        if not self._death.done():
-            self._death.set_result(reason)
-            if isinstance(self.built, SimulatedInference):
-                self.built.die(WorkerDied(f"worker {self.name}: {reason}"))
+    def die(self, reason: str) -> bool:
+        """What it had in hand is lost. False when it is dead already."""
+        if self._death.done():
+            return False
+        self._death.set_result(reason)
+        if isinstance(self.built, SimulatedInference):
+            self.built.die(WorkerDied(f"worker {self.name}: {reason}"))
+        return True
 
 
 class SimulatedRuntime:
@@ -111,7 +117,7 @@ class SimulatedRuntime:
     ) -> WorkerHandle:
         """Build the object of the binding's role; target and arguments are those of a real worker, and not used."""
         assert binding is not None
-        worker = SimulatedWorker(name, self._build(name, binding), binding.node)
+        worker = SimulatedWorker(name, self._build(name, binding), binding)
         self.workers[name] = worker
         return worker
 
@@ -120,24 +126,65 @@ class SimulatedRuntime:
         for worker in self.workers.values():
             worker.die("it was stopped")
 
+    def check_faults(self) -> None:
+        """Raises ConfigError where one of `simulate.faults` names nothing of this run. All workers are there."""
+        pools, origins = accelerators(self._config), list(self.workers)
+        for number, fault in enumerate(self._settings.faults):
+            key = f"simulate.faults[{number}]"
+            known = {"pool": list(pools), "node": list(self._nodes), "worker": origins}
+            said = [(kind, name) for kind in known if (name := getattr(fault, kind))]
+            if len(said) != 1:
+                raise ConfigError(f"{key}: name one of pool, node and worker")
+            kind, name = said[0]
+            if (name.partition(".")[0] if kind == "worker" else name) not in known[kind]:
+                raise ConfigError(f"{key}.{kind}: there is no {kind} {name!r}{nearest(name, known[kind])}")
+
     def strike(self, fault: FaultConfig) -> str:
-        """Let something break, now; what happened, in one line. Raises ConfigError when there is no such thing."""
+        """Let something break, now; what happened, in one line."""
         if fault.worker:
-            if fault.worker not in self.workers:
-                hint = nearest(fault.worker, [*self.workers])
-                raise ConfigError(f"simulate.faults: no worker {fault.worker!r}{hint}")
-            self.workers[fault.worker].die("simulated fault")
-            return f"worker {fault.worker} dies"
-        gone = [node for node in self._nodes if node == fault.node or (fault.pool and _pool_of(node) == fault.pool)]
+            worker = self.workers.get(fault.worker)
+            if worker is None or not worker.die("simulated fault"):
+                return f"fault: worker {fault.worker} is not there"
+            return f"fault: worker {fault.worker} dies"
+        of_pool = accelerators(self._config).get(fault.pool, {})
+        gone = [node for node in self._nodes if node == fault.node or node in of_pool]
         if not gone:
-            what = fault.node or fault.pool
-            raise ConfigError(f"simulate.faults: no node of {what!r} is there; nodes: {', '.join(self._nodes)}")
+            return f"fault: no node of {fault.node or fault.pool} is there"
         for node in gone:
             del self._nodes[node]
         for worker in list(self.workers.values()):
             if worker.node in gone:
                 worker.die(f"node {worker.node} is gone")
-        return f"{len(gone)} nodes go: {', '.join(gone[:4])}{' ...' if len(gone) > 4 else ''}"
+        return f"fault: {len(gone)} nodes go: {', '.join(gone[:4])}{' ...' if len(gone) > 4 else ''}"
+
+    # --------------------------------------------------------------------------------------------- what it has counted
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """Counters of every engine that lives or lived."""
+        now = asyncio.get_running_loop().time()
+        return {name: inference.engine.stats(now) for name, inference in self._engines()}
+
+    def engine_classes(self) -> dict[str, str]:
+        """Device class of every engine that lives or lived."""
+        return {name: self.workers[name].device_class for name, _ in self._engines()}
+
+    def reward_seconds(self) -> dict[str, tuple[float, float]]:
+        """Per device class of the reward workers, seconds that did work and seconds that are paid."""
+        found: dict[str, tuple[float, float]] = {}
+        for worker in self.workers.values():
+            if isinstance(worker.built, SimulatedReward):
+                busy_s, paid_s = worker.built.seconds()
+                before = found.get(worker.device_class, (0.0, 0.0))
+                found[worker.device_class] = (before[0] + busy_s, before[1] + paid_s)
+        return found
+
+    def cut_tokens(self) -> int:
+        """Tokens generated in turns that did not come to their end."""
+        return sum(inference.cut_tokens for _, inference in self._engines())
+
+    def _engines(self) -> Iterator[tuple[str, SimulatedInference]]:
+        for name, worker in self.workers.items():
+            if isinstance(worker.built, SimulatedInference):
+                yield name, worker.built
 
     # ------------------------------------------------------------------------------------------------------ inside
     def _build(self, name: str, binding: Binding) -> Any:
@@ -189,25 +236,49 @@ class SimulatedRuntime:
         )
 
 
-def nodes_of(config: Config) -> list[NodeInfo]:
-    """Machines that have what `[pools.*]` declares, and one with CPU cores. Raises ConfigError.
-
-    Nodes that a pool names are made as it says; a count is cut into nodes of `simulate.devices_per_node`.
-    """
+def devices_of(config: Config, name: str) -> dict[str, tuple[int, ...]]:
+    """Node -> devices of a pool. Nodes that it names are as it says; a count, `ids` too, is cut into nodes of
+    `simulate.devices_per_node` that are called NAME-0, NAME-1 and so on. Raises ConfigError."""
+    pool, key = config.pools[name], f"pools.{toml.key(name)}"
+    if pool.nodes:
+        return {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
     size = (config.simulate or SimulateConfig()).devices_per_node
-    nodes = [NodeInfo(CPU_NODE, {CPU: CPU_CORES})]
-    for name, pool in config.pools.items():
+    count = len(indices(f"{key}.ids", pool.ids)) if pool.ids else pool.count or size
+    firsts = range(0, count, size)
+    return {f"{name}-{number}": tuple(range(min(size, count - first))) for number, first in enumerate(firsts)}
+
+
+def accelerators(config: Config) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Pool -> node -> devices, but for pools that are functions, or CPU cores without nodes of their own."""
+    return {
+        name: devices_of(config, name)
+        for name, pool in config.pools.items()
+        if not pool.url and (pool.nodes or (pool.device_class or name) != CPU)
+    }
+
+
+def with_nodes(config: Config) -> Config:
+    """The same pools, each with the names of its nodes, so that two pools of one class stand on nodes of their own."""
+    named = {
+        name: replace(config.pools[name], count=0, ids="", nodes={n: ",".join(map(str, d)) for n, d in nodes.items()})
+        for name, nodes in accelerators(config).items()
+    }
+    return replace(config, pools={**config.pools, **named})
+
+
+def nodes_of(config: Config) -> list[NodeInfo]:
+    """Machines that have what `[pools.*]` declares, and one with CPU cores. Raises ConfigError."""
+    devices: dict[str, dict[str, int]] = {CPU_NODE: {CPU: CPU_CORES}}
+    cuda: dict[str, tuple[str, ...]] = {}
+    for name, nodes in accelerators(config).items():
+        pool = config.pools[name]
         device_class = pool.device_class or name
-        if pool.url or device_class == CPU:
-            continue
-        cuda = (device_class,) if pool.device != "cpu" else ()
-        if pool.nodes:
-            nodes += [NodeInfo(node, {device_class: size}, cuda) for node in pool.nodes]
-            continue
-        count = pool.count or size
-        for number, first in enumerate(range(0, count, size)):
-            nodes.append(NodeInfo(f"{name}-{number}", {device_class: min(size, count - first)}, cuda))
-    return nodes
+        for node, here in nodes.items():
+            there = devices.setdefault(node, {})
+            there[device_class] = there.get(device_class, 0) + len(here)
+            if pool.device != "cpu" and device_class != CPU:
+                cuda[node] = (*cuda.get(node, ()), device_class)
+    return [NodeInfo(node, there, cuda.get(node, ())) for node, there in devices.items()]
 
 
 def figures(device_class: str) -> DeviceClass:
@@ -218,7 +289,3 @@ def figures(device_class: str) -> DeviceClass:
             f"known: {', '.join(CLASSES)}"
         )
     return CLASSES[device_class]
-
-
-def _pool_of(node: str) -> str:
-    return node.rpartition("-")[0]
