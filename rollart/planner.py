@@ -16,8 +16,10 @@ plans there are (`plan_space.py`), the simulation (`simulator.py`) and the words
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -340,7 +342,7 @@ def _runner(simulate: Simulate, jobs: int) -> Iterator[Runner]:
         yield lambda configs: ((index, attempt(simulate, config)) for index, config in enumerate(configs))
         return
     before = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_prepare)
     try:
         yield lambda configs: _spread(executor, simulate, configs)
     finally:
@@ -372,9 +374,17 @@ def _simulated(config: Config) -> Simulation:
     return simulator.simulate(config)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that searches decides."""
+def _prepare() -> None:
+    """Ctrl-C reaches every process of a terminal: the one that searches decides. When that is gone, so is this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tell(line: str) -> None:
