@@ -37,11 +37,15 @@ class ControlState(Struct):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; keeps the newest `kept`."""
+    """The checkpoints of one run folder; keeps the newest `kept`, and `source`, the step that the run goes on from.
 
-    def __init__(self, folder: Path, kept: int) -> None:
+    From there come the model's files that every later checkpoint holds, and the workers that are started again.
+    """
+
+    def __init__(self, folder: Path, kept: int, source: int | None = None) -> None:
         self.folder = folder
         self._kept = kept
+        self._source = source
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -67,7 +71,7 @@ class Checkpoints:
             await save_trainer(str(draft / "trainer"))
             (draft / "control.msgpack").write_bytes(msgspec.msgpack.encode(state))
             os.rename(draft, final)
-            for step in self.steps()[: -self._kept]:
+            for step in [each for each in self.steps() if each != self._source][: -self._kept]:
                 shutil.rmtree(self.path(step), ignore_errors=True)
         except Exception as error:
             shutil.rmtree(draft, ignore_errors=True)

@@ -386,7 +386,8 @@ def _window(first: Sample, last: Sample) -> dict[str, Any]:
     total = sum(elsewhere.values())
     stages.pop("training", None)
     return {
-        "tokens_per_s": (last.generated - first.generated) / seconds,
+        # Less than nothing: an engine was started again, and counts from 0.
+        "tokens_per_s": max(0, last.generated - first.generated) / seconds,
         "trajectories_per_s": (last.trajectories - first.trajectories) / seconds,
         "stages": stages,
         "train_s": last.train_s - first.train_s,

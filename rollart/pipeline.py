@@ -146,7 +146,8 @@ class _Run:
         self._config, self._folder, self._view, self._state = config, folder, view, state
         self._began = began
         self._usage = Usage()
-        self._checkpoints = Checkpoints(folder.path / "checkpoints", config.log.checkpoints_kept)
+        source = state.step if state is not None else None
+        self._checkpoints = Checkpoints(folder.path / "checkpoints", config.log.checkpoints_kept, source)
         self._loop: TrainingLoop | None = None
         self._observer: Observer | None = None
         self._main: asyncio.Task[None] | None = None
@@ -197,7 +198,8 @@ class _Run:
         if outcome == "completed":
             self._view.say(f"done: {path}/summary.json" if self._summarised else f"done: {path}, without a summary")
         elif self._checkpoints.steps():
-            self._view.say(f"{outcome}; go on with: rollart train --resume {path}")
+            last = self._checkpoints.steps()[-1]
+            self._view.say(f"{outcome}; go on from step {last} with: rollart train --resume {path}")
         else:
             self._view.say(f"{outcome} before the first checkpoint")
 

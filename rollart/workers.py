@@ -200,7 +200,7 @@ class Workers:
         nodes = {node.name for node in await self.runtime.nodes()}
         if old.node not in nodes:
             await self.resources.fail_node(old.node)
-        elif deaths <= MAX_RESTARTS:
+        elif deaths <= MAX_RESTARTS and await self.resources.is_ours(old):
             return old
         elif old.share > 1:  # others work on the same devices: it is not they that are broken
             await self.resources.release(old)

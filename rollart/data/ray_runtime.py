@@ -112,9 +112,12 @@ def _connect(ray: Any) -> None:
     with boundary(ResourceError, f"Ray at {address or 'this machine'}"):
         try:
             ray.init(**options)
-        except ConnectionError:
+        except ConnectionError as error:
             if address:
-                raise
+                raise ResourceError(
+                    f"Ray at {address}: {error}; is it started there, and does it want a token? Give the run the same "
+                    "RAY_AUTH_MODE and token as `ray start` (docs/ray.md)"
+                ) from error
             ray.init(address="local", **options)  # what was started here once is gone
 
 

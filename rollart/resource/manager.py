@@ -59,6 +59,7 @@ class ResourceManager:
         self._warn = warn
         self._mine: dict[str, Binding] = {}
         self._lost: list[str] = []
+        self._gone: set[str] = set()
         self._beating: asyncio.Task[None] | None = None
 
     # --------------------------------------------------------------------------------------------------- life cycle
@@ -129,6 +130,24 @@ class ResourceManager:
         """What this run holds."""
         return list(self._mine.values())
 
+    async def is_ours(self, binding: Binding) -> bool:
+        """Whether nobody else is on its devices: a run that was frozen beyond its lease may find that.
+
+        While the store is away, what is bound stays bound.
+        """
+        try:
+            _, document = await self._ask(self._store.read, self._key)
+        except ResourceError:
+            return True
+        try:
+            pools = self._decoded(document)
+            pools.declare(self._specs)
+            if pools.binding(binding.binding_id) is None:
+                pools.adopt(binding)
+        except ResourceError:
+            return False
+        return pools.binding(binding.binding_id) == binding
+
     @property
     def lost(self) -> list[str]:
         """What this run has seen break."""
@@ -174,18 +193,32 @@ class ResourceManager:
     async def _look(self) -> tuple[int, Pools]:
         """The newest view with this run's pools and bindings in it, and with no dead run in it."""
         revision, document = await self._ask(self._store.read, self._key)
-        pools = Pools.of(msgspec.msgpack.decode(document)) if document else Pools()
+        pools = self._decoded(document)
         pools.declare(self._specs)
         others = sorted(pools.runs() - {self._run})
         alive = await self._ask(self._store.held, [f"{self._name}/{run}" for run in others]) if others else []
         for run, lives in zip(others, alive, strict=True):
             if not lives:
-                taken = pools.release_run(run)
-                self._warn(f"run {run!r} is gone without giving its devices back: {len(taken)} bindings taken back")
+                self._note_gone(run, len(pools.release_run(run)))
         for binding in self._mine.values():
             if pools.binding(binding.binding_id) is None:
                 pools.adopt(binding)
         return revision, pools
+
+    def _decoded(self, document: bytes) -> Pools:
+        """Raises ResourceError for what is no view."""
+        try:
+            return Pools.of(msgspec.msgpack.decode(document)) if document else Pools()
+        except msgspec.DecodeError as error:
+            raise ResourceError(
+                f"the stored view of pools {self._name!r} is damaged ({error}); delete it, and runs write it anew"
+            ) from error
+
+    def _note_gone(self, run: str, num_bindings: int) -> None:
+        """Told once, though it is seen until somebody writes the view."""
+        if run not in self._gone:
+            self._gone.add(run)
+            self._warn(f"run {run!r} is gone without giving its devices back: {num_bindings} bindings taken back")
 
     async def _beat(self) -> None:
         """Renew the lease for ever; when the store was away, put back what it has lost."""
@@ -207,7 +240,7 @@ class ResourceManager:
     async def _restore(self) -> None:
         """Write again what a store that restarted without its data no longer knows."""
         _, document = await self._ask(self._store.read, self._key)
-        known = Pools.of(msgspec.msgpack.decode(document)) if document else Pools()
+        known = self._decoded(document)
         if any(known.binding(binding_id) is None for binding_id in self._mine):
             await self._change(_nothing)
 

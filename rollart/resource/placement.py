@@ -36,6 +36,10 @@ WORKER_NAMES = {
 }
 
 
+Taken = dict[tuple[str, str, int], str]
+"""(node, class, index) -> the key of the pool that has the device."""
+
+
 class Wanted(Struct, frozen=True):
     """One worker to be."""
 
@@ -80,7 +84,10 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
 # --------------------------------------------------------------------------------------------------------------- pools
 def pool_specs(pools: Mapping[str, PoolConfig], nodes: Sequence[NodeInfo]) -> list[PoolSpec]:
     """The pools that `[pools.*]` declares, completed by what the nodes have. Raises ConfigError."""
-    declared = [_spec(name, pool, nodes) for name, pool in pools.items()]
+    declared: list[PoolSpec] = []
+    taken: Taken = {}
+    for name, pool in pools.items():
+        declared.append(_spec(name, pool, nodes, taken))
     there = {spec.device_class for spec in declared}
     found = [spec for spec in _found(nodes) if not declared or (spec.device_class == CPU and CPU not in there)]
     return declared + found
@@ -99,14 +106,15 @@ def _found(nodes: Sequence[NodeInfo]) -> list[PoolSpec]:
     return specs
 
 
-def _spec(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo]) -> PoolSpec:
+def _spec(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo], taken: Taken) -> PoolSpec:
+    """One pool; its devices are added to `taken`."""
     key = f"pools.{toml.key(name)}"
     device_class = SERVERLESS if pool.url else pool.device_class or name
     device = pool.device or ("cpu" if device_class in (CPU, SERVERLESS) else "cuda")
     return PoolSpec(
         name=name,
         device_class=device_class,
-        nodes=_nodes(key, pool, device_class, device, nodes),
+        nodes=_nodes(key, pool, device_class, device, nodes, taken),
         share=pool.share or (CPU_SHARE if device_class == CPU else 1),
         cost=pool.cost,
         compatible=tuple(pool.compatible),
@@ -117,9 +125,21 @@ def _spec(name: str, pool: PoolConfig, nodes: Sequence[NodeInfo]) -> PoolSpec:
 
 
 def _nodes(
-    key: str, pool: PoolConfig, device_class: str, device: str, nodes: Sequence[NodeInfo]
+    key: str, pool: PoolConfig, device_class: str, device: str, nodes: Sequence[NodeInfo], taken: Taken
 ) -> dict[str, tuple[int, ...]]:
     """Devices per node. What torch calls cuda must be there; a class emulated on the CPU is taken at its word."""
+    found = _asked(key, pool, device_class, device, nodes, taken)
+    for node, ids in found.items():
+        for index in ids:
+            owner = taken.setdefault((node, device_class, index), key)
+            if owner != key:
+                raise ConfigError(f"{key}: {device_class}:{index} of {node} is in {owner} already; keep it in one pool")
+    return found
+
+
+def _asked(
+    key: str, pool: PoolConfig, device_class: str, device: str, nodes: Sequence[NodeInfo], taken: Taken
+) -> dict[str, tuple[int, ...]]:
     if pool.url:
         return {"serverless": tuple(range(pool.count))}
     known = [node.name for node in nodes]
@@ -128,24 +148,35 @@ def _nodes(
             if node not in known:
                 raise ConfigError(f"{key}.nodes: no node {node!r}{nearest(node, known)}")
         ids = {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
-        _check_cuda(key, device_class, device, [node for node in nodes if node.name in pool.nodes])
+        _check_there(key, device_class, device, [node for node in nodes if node.name in pool.nodes], ids)
         return ids
     if pool.ids:
         ids = {known[0]: indices(f"{key}.ids", pool.ids)}
-        _check_cuda(key, device_class, device, nodes[:1])
+        _check_there(key, device_class, device, nodes[:1], ids)
         return ids
-    offered = {node.name: node.devices.get(device_class, 0) for node in nodes}
+    offered = {node.name: range(node.devices.get(device_class, 0)) for node in nodes}
     if not any(offered.values()):
         if device == "cuda":
             raise _not_there(key, device_class, nodes)
-        return {known[0]: tuple(range(pool.count or 1))}
-    return _take(key, pool.count, device_class, offered)
+        offered = {known[0]: range(sum(there == device_class for _, there, _ in taken) + (pool.count or 1))}
+    free = {node: [each for each in ids if (node, device_class, each) not in taken] for node, ids in offered.items()}
+    return _take(key, pool.count, device_class, free)
 
 
-def _check_cuda(key: str, device_class: str, device: str, nodes: Sequence[NodeInfo]) -> None:
-    """Devices named one by one may be called what their owner likes, but a node without any accelerator has none."""
-    if device == "cuda" and not all(node.cuda for node in nodes):
-        raise _not_there(key, device_class, [node for node in nodes if not node.cuda])
+def _check_there(
+    key: str, device_class: str, device: str, nodes: Sequence[NodeInfo], ids: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Devices named one by one may be called what their owner likes, but their node must have so many accelerators."""
+    if device != "cuda":
+        return
+    for node in nodes:
+        number = node.devices.get(device_class) or sum(node.devices.get(each, 0) for each in node.cuda)
+        if not number:
+            raise _not_there(key, device_class, [node])
+        if ids[node.name][-1] >= number:
+            raise ConfigError(
+                f"{key}: {node.name} has {number} such devices, 0 to {number - 1}, no {ids[node.name][-1]}"
+            )
 
 
 def _not_there(key: str, device_class: str, nodes: Sequence[NodeInfo]) -> ConfigError:
@@ -156,16 +187,20 @@ def _not_there(key: str, device_class: str, nodes: Sequence[NodeInfo]) -> Config
     )
 
 
-def _take(key: str, count: int, device_class: str, offered: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    total = sum(offered.values())
-    if count > total:
-        raise ConfigError(f"{key}.count: {count} devices of class {device_class!r}, but the nodes have {total}")
-    left, taken = count or total, {}
-    for node, number in offered.items():
-        if (here := min(left, number)) > 0:
-            taken[node] = tuple(range(here))
-            left -= here
-    return taken
+def _take(key: str, count: int, device_class: str, free: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The first devices that no other pool has."""
+    total = sum(map(len, free.values()))
+    if count > total or not total:
+        raise ConfigError(
+            f"{key}.count: {count or 'all'} devices of class {device_class!r}, but the nodes have {total} "
+            "that no other pool has"
+        )
+    left, found = count or total, {}
+    for node, ids in free.items():
+        if here := tuple(ids[:left]):
+            found[node] = here
+            left -= len(here)
+    return found
 
 
 def indices(key: str, text: str) -> tuple[int, ...]:

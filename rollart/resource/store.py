@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,8 @@ from msgspec import Struct, field
 from rollart.errors import ConfigError, ResourceError, boundary
 
 REDIS_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 5.0
+LOCK_WAIT_S = 0.02
 
 
 class MetadataStore(Protocol):
@@ -62,10 +64,13 @@ def open_store(url: str) -> MetadataStore:
     """
     if url == "memory":
         return MemoryStore()
-    scheme = urlsplit(url).scheme
-    if scheme == "file":
-        return FileStore(Path(url.removeprefix("file:").removeprefix("//")).expanduser())
-    if scheme in ("redis", "rediss"):
+    with boundary(ConfigError, f"resources.store {url!r}"):
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    path = url.removeprefix("file:").removeprefix("//")
+    if parts.scheme == "file" and path:
+        return FileStore(Path(path).expanduser())
+    if parts.scheme in ("redis", "rediss") and host:
         return RedisStore(url)
     raise ConfigError(
         f"resources.store: {url!r} is not a store; take memory, file:/path/to/folder or redis://host:6379/0"
@@ -172,8 +177,21 @@ class FileStore:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_Contents]:
         with self._reached(), self._lock.open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._take(lock)
             yield self._contents()
+
+    def _take(self, lock: IO[bytes]) -> None:
+        """The lock is held for milliseconds, unless its holder is frozen or the file system is away."""
+        until = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ResourceError(
+                        f"{self._lock} is held by another process for more than {LOCK_TIMEOUT_S:g} s; is one stopped?"
+                    ) from None
+                time.sleep(LOCK_WAIT_S)
 
     def _contents(self) -> _Contents:
         try:

@@ -46,7 +46,7 @@ def test_an_interrupted_run_goes_on_in_the_same_order_and_trains_nothing_twice(l
     first.send(signal.SIGINT)
     assert first.wait() == 130, first.text()
     (done,) = checkpoints(lab.run)
-    assert f"go on with: rollart train --resume {lab.run}" in first.text()
+    assert f"go on from step {done} with: rollart train --resume {lab.run}" in first.text()
     assert (summary(lab.run)["outcome"], summary(lab.run)["steps"]) == ("stopped", done)
     check_audit(lab.run, steps=done, alpha=4)
 
@@ -122,6 +122,13 @@ def test_a_checkpoint_without_what_control_needs_is_refused_in_one_line(lab: Lab
     path.write_bytes(msgspec.msgpack.encode({**state, "scheduler": {}}))
     with pytest.raises(RunFolderError, match=r"the checkpoint of step 1 in .* is damaged: KeyError: 'source'"):
         train(lab.config("steps=2"), resume=lab.run)
+
+
+def test_what_a_resumed_run_went_on_from_is_kept_for_as_long_as_it_runs(lab: Laboratory) -> None:
+    assert train(lab.config("steps=2", "log.checkpoint_every=1", "log.checkpoints_kept=1")) == 0
+    assert train(lab.config("steps=6", "log.checkpoint_every=1", "log.checkpoints_kept=1"), resume=lab.run) == 0
+    assert checkpoints(lab.run) == [2, 6], "every later one was written with the model's files of step 2"
+    assert "cannot be written" not in (lab.run / "run.log").read_text()
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_what_came_after_it(lab: Laboratory) -> None:

@@ -96,6 +96,40 @@ def test_devices_of_a_machine_without_accelerators_must_say_that_they_are_emulat
     assert placed(f"pools.XPU = {{ {where}, device = 'cpu' }}", nodes=LAPTOP).pools[0].nodes == {"localhost": (0, 1)}
 
 
+def test_two_pools_of_a_class_share_out_its_devices() -> None:
+    pools = placed("pools.first = { device_class = 'H20', count = 2 }\npools.rest = { device_class = 'H20' }").pools
+    devices = [(node, index) for pool in pools[:2] for node, ids in pool.nodes.items() for index in ids]
+    assert len(set(devices)) == len(devices) > 2
+    emulated = "pools.a = { device_class = 'H20', count = 2, device = 'cpu' }\n" + (
+        "pools.b = { device_class = 'H20', count = 3, device = 'cpu' }"
+    )
+    assert [pool.nodes for pool in placed(emulated, nodes=LAPTOP).pools[:2]] == [
+        {"localhost": (0, 1)},
+        {"localhost": (2, 3, 4)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "pools.a = { device_class = 'H20', nodes = { c = '0-3' } }\n"
+            "pools.b = { device_class = 'H20', nodes = { c = '2-5' } }",
+            "pools.b: H20:2 of c is in pools.a already; keep it in one pool",
+        ),
+        ("pools.H20 = { nodes = { c = '6,90' } }", "pools.H20: c has 8 such devices, 0 to 7, no 90"),
+        (
+            "pools.all = { device_class = 'H20' }\npools.more = { device_class = 'H20', count = 1 }",
+            "pools.more.count: 1 devices of class 'H20', but the nodes have 0 that no other pool has",
+        ),
+    ],
+)
+def test_a_device_is_in_one_pool_and_must_be_there(text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed(text)
+    assert line in str(caught.value)
+
+
 def test_a_serverless_pool_is_a_number_of_calls_at_a_url() -> None:
     (pool, *_) = placed("pools.fn = { url = 'https://f.example/x', count = 8 }").pools
     assert (pool.device_class, pool.nodes) == ("serverless", {"serverless": tuple(range(8))})

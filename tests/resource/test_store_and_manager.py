@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 import socket
 import subprocess
@@ -133,6 +134,29 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "rollart-resources.msgpack").write_bytes(b"\x93nonsense")
     with pytest.raises(ResourceError, match=r"is damaged .*; when no run uses this store, delete the file"):
         store.read("k")
+
+
+def test_a_lock_that_is_never_let_go_is_told(tmp_path: Path) -> None:
+    store = open_store(f"file:{tmp_path}")
+    with (tmp_path / "rollart-resources.lock").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ResourceError, match=r"lock is held by another process for more than 5 s"):
+            store.read("k")
+    assert store.read("k") == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("redis://127.0.0.1:notaport/0", "resources.store 'redis://127.0.0.1:notaport/0': ValueError: Port"),
+        ("redis:", "resources.store: 'redis:' is not a store"),
+        ("file:", "resources.store: 'file:' is not a store"),
+    ],
+)
+def test_half_a_url_names_no_store(url: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert line in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------- the manager
@@ -320,3 +344,56 @@ def test_closing_without_a_store_is_a_warning_and_no_error(redis_server: RedisSe
         assert any("were not given back, their lease ends by itself" in line for line in runs.said)
 
     with_runs(redis_server.url, main)
+
+
+def test_a_damaged_view_is_told_and_written_anew_once_it_is_gone(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        run, store = runs.manager("run", lease_s=0.5), runs.store()
+        await run.open()
+        binding = await run.bind("w", "g", "H20")
+        revision, _ = store.read("pools/default")
+        assert store.swap("pools/default", revision, b"\x93nonsense")
+        with pytest.raises(ResourceError, match=r"the stored view of pools 'default' is damaged .*; delete it"):
+            await run.rows()
+
+        async def told() -> bool:
+            return any("is damaged" in line for line in runs.said)
+
+        await until(told)
+        assert store.held(["default/run"]) == [True], "the lease is renewed all the same"
+        revision, _ = store.read("pools/default")
+        assert store.swap("pools/default", revision, b"")
+
+        async def back() -> bool:
+            return any("is back" in line for line in runs.said)
+
+        await until(back)
+        assert [row.holders for row in await run.rows()] == [(binding.binding_id,)]
+        assert await run.is_ours(binding)
+        await run.close()
+
+    with_runs(url, main)
+
+
+def test_a_run_that_was_frozen_beyond_its_lease_knows_what_is_no_longer_its_own(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        frozen, other = runs.manager("frozen", lease_s=0.5), runs.manager("other")
+        await frozen.open()
+        binding = await frozen.bind("w", "g", "H20", 4)
+        assert await frozen.is_ours(binding)
+        assert frozen._beating is not None
+        frozen._beating.cancel()  # as SIGSTOP would
+        await other.open()
+
+        async def bound() -> bool:
+            try:
+                return bool(await other.bind("w", "g", "H20"))
+            except ResourceError:
+                return False
+
+        await until(bound)
+        assert not await frozen.is_ours(binding)
+        assert sum("run 'frozen' is gone" in line for line in runs.said) == 1, "told once"
+        await other.close()
+
+    with_runs(url, main)
