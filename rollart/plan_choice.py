@@ -46,7 +46,7 @@ class Trainer(Struct, frozen=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """A plan. `devices` and `engines`: per device class; `alpha`: None where the schedule implies it.
 
-    affinity: (tag, class) pairs, `auto`, or () for none. extra_groups: a number, or `auto` (`control/pacing.py`).
+    affinity: (tag, class) pairs in order, `auto`, or (). extra_groups: a number, or `auto` (`control/pacing.py`).
     prefill: the class that only prefills, or "".
     """
 
@@ -70,6 +70,11 @@ class Choice(Struct, frozen=True, kw_only=True):
         if implied is not None:
             return implied
         return 1.0 if self.alpha is None else self.alpha
+
+    def kinds(self, other: Choice) -> set[str]:
+        """In what it differs; the mix and the split of devices are one, engines follow from others."""
+        differing = {name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)}
+        return {"devices" if name == "trainer" else name for name in differing - {"engines"}}
 
 
 class Pool(Struct, frozen=True):
@@ -128,7 +133,7 @@ def given(config: Config) -> Choice:
         engines=tuple(Counter(each.device_class for each in generating).items()),
         tensor_parallel=generating[0].num_devices,
         prefill=config.simulate.prefill if config.simulate else "",
-        affinity=tuple(config.affinity.items()) if isinstance(config.affinity, dict) else AUTO,
+        affinity=tuple(sorted(config.affinity.items())) if isinstance(config.affinity, dict) else AUTO,
         extra_groups=rollout.extra_groups,
         extra_members=rollout.extra_members,
         on_target=rollout.on_target,

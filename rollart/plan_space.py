@@ -31,8 +31,8 @@ FACTORS = (0.5, 0.75, 1.25, 1.5, 2.0)
 """By which a neighbour has more or fewer devices for training."""
 STEPS = (1, 4)
 """Steps of a pool that a neighbour trades for devices of another class."""
-BUSY, MORE = 0.95, 1.25
-"""Training that takes more than this share of the time may need so many more devices."""
+BUSY, MORE, FEWER = 0.5, 1.25, 0.75
+"""Training that takes more than this share of the time gets so many more devices for a try, else so many fewer."""
 ROUNDING = 1 + 1e-9
 
 
@@ -91,8 +91,8 @@ class Space:
         return [each for each in found if each != choice]
 
     def balanced(self, choice: Choice, busy: float) -> Choice | None:
-        """Another split, given the share of the time that training takes: as many devices as it needs, or some more."""
-        total = choice.trainer.total * (MORE if busy > BUSY else busy)
+        """Another split, given the share of the time that training takes."""
+        total = choice.trainer.total * (MORE if busy > BUSY else FEWER)
         return self._fitted(replace(choice, trainer=self._resized(choice.trainer, total)), dict(choice.devices))
 
     def merged(self, parent: Choice, one: Choice, other: Choice) -> Choice | None:
@@ -187,7 +187,7 @@ class Space:
             *({"prefill": name} for name in ("", *dict(choice.engines)) if len(choice.engines) > 1),
             *({"extra_groups": each} for each in self._extra_groups(choice)),
             *({"extra_members": each} for each in (choice.extra_members - 1, choice.extra_members + 1) if each >= 0),
-            {"on_target": "keep" if choice.on_target == "abort" else "abort"},
+            *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups not in (0, AUTO)),
             *({"engine_slots": each} for each in (choice.engine_slots // 2, choice.engine_slots * 2) if each),
             *({"alpha": each} for each in self._alphas(choice)),
             *self._other_schedules(choice),
@@ -239,7 +239,7 @@ def _among(affinity: Affinity, classes: Sequence[str]) -> Affinity:
     """An affinity without the classes that are not there; none where there is no choice."""
     if len(classes) < 2:
         return ()
-    return AUTO if affinity == AUTO else tuple((tag, name) for tag, name in affinity if name in classes)
+    return AUTO if affinity == AUTO else tuple(sorted((tag, name) for tag, name in affinity if name in classes))
 
 
 def _distinct(choices: Iterable[Choice | None]) -> list[Choice]:

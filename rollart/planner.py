@@ -16,8 +16,10 @@ plans there are (`plan_space.py`), the simulation (`simulator.py`) and the words
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -43,8 +45,8 @@ Runner = Callable[[Sequence[Config]], Iterator[tuple[int, Simulation | str]]]
 
 BEAM = 2
 """Plans whose neighbours are tried in a round."""
-MERGED = 3
-"""Siblings whose improvements are tried together with the best one's."""
+MERGED = 4
+"""Kinds of improvements that are tried together with the best one."""
 BALANCED = 6
 """Best plans whose split of devices is tried anew, as their simulation suggests."""
 SLACK = 0.1
@@ -208,21 +210,26 @@ class _Search:
             self._parents.setdefault(choice, parent)
         return choice
 
-    def _merged(self, best: Choice, ranked: Sequence[Choice]) -> list[Choice]:
-        """The best of a family with the next best of it, and with the next, as long as these beat their parent too."""
-        short, parent, merged, found = self._rungs[0], self._parents.get(best, best), best, []
+    def _merged(self, best: Choice, ranked: Sequence[Choice]) -> list[Choice | None]:
+        """The best of a family with each of those of it that beat their parent by another kind of change, and all."""
+        short, parent, merged = self._rungs[0], self._parents.get(best, best), best
         worth = self._gain(parent, short) if (parent, short) in self._results else 0.0
-        family = [each for each in ranked if self._parents.get(each) == parent and each not in (best, parent)]
-        for sibling in family[:MERGED]:
-            both = self._space.merged(parent, merged, sibling) if self._gain(sibling, short) > worth else None
-            if both is not None:
-                merged = both
-                found.append(both)
-                self._born(both, best)
+        found: list[Choice | None] = []
+        kinds = best.kinds(parent)
+        for sibling in ranked:
+            new = sibling.kinds(parent)
+            if self._parents.get(sibling) != parent or new <= kinds or self._gain(sibling, short) <= worth:
+                continue
+            kinds |= new
+            found.append(self._born(self._space.merged(parent, best, sibling), best))
+            merged = self._space.merged(parent, merged, sibling) or merged
+            found.append(self._born(merged, best))
+            if len(found) >= 2 * MERGED:
+                break
         return found
 
     def _balanced(self, choice: Choice) -> Choice | None:
-        """Fewer devices for a trainer that waits, more for one that does not."""
+        """Fewer devices for a trainer that mostly waits, else more: rollout waits for the slots that training holds."""
         simulation = self._results[choice, self._rungs[0]]
         return self._space.balanced(choice, simulation.breakdown.get("training", 0.0) / simulation.step_s)
 
@@ -335,7 +342,7 @@ def _runner(simulate: Simulate, jobs: int) -> Iterator[Runner]:
         yield lambda configs: ((index, attempt(simulate, config)) for index, config in enumerate(configs))
         return
     before = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
+    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_prepare)
     try:
         yield lambda configs: _spread(executor, simulate, configs)
     finally:
@@ -367,9 +374,17 @@ def _simulated(config: Config) -> Simulation:
     return simulator.simulate(config)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that searches decides."""
+def _prepare() -> None:
+    """Ctrl-C reaches every process of a terminal: the one that searches decides. When that is gone, so is this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tell(line: str) -> None:

@@ -43,6 +43,8 @@ class Counters(Struct, frozen=True):
     discarded: Mapping[str, int] = {}
     wasted: Mapping[str, int] = {}
     engines: Mapping[str, EngineStats] = {}
+    rewards: Mapping[str, tuple[float, float]] = {}
+    """Per device class, seconds that did work and seconds that are paid."""
 
 
 class Steps:
@@ -50,7 +52,7 @@ class Steps:
 
     def __init__(self, config: Config, profile: Profile, model: ModelShape) -> None:
         self._config, self._profile, self._model = config, profile, model
-        self._began = Counters()
+        self._began = self._last = Counters()
         self._step_times: list[float] = []
         self._batches: list[list[TrainedTrajectory]] = []
         self._wasted: Counter[str] = Counter()
@@ -59,8 +61,9 @@ class Steps:
         """From now on steps are measured."""
         self._began = now
 
-    def done(self, seconds: float, batch: Batch) -> None:
+    def done(self, seconds: float, batch: Batch, now: Counters) -> None:
         """A measured step has ended; no token of its batch is kept."""
+        self._last = now
         self._step_times.append(seconds)
         trajectories = [each for group in batch.groups for each in group.trajectories]
         self._batches.append([_compact(each) for each in trajectories])
@@ -70,7 +73,14 @@ class Steps:
         if tokens := trajectory.num_generated_tokens:
             self._wasted[trajectory.stop_reason] += tokens
 
-    def counters(self, at_s: float, ledger: Ledger, engines: Mapping[str, EngineStats], cut_tokens: int) -> Counters:
+    def counters(
+        self,
+        at_s: float,
+        ledger: Ledger,
+        engines: Mapping[str, EngineStats],
+        rewards: Mapping[str, tuple[float, float]],
+        cut_tokens: int,
+    ) -> Counters:
         """Those of this moment."""
         state = ledger.state()
         return Counters(
@@ -82,15 +92,17 @@ class Steps:
             discarded=state["discarded"],
             wasted={**self._wasted, CUT: cut_tokens},
             engines=engines,
+            rewards=rewards,
         )
 
     def result(self, end: Counters, classes: Mapping[str, str], trainer: str, living: dict[str, str]) -> Simulation:
-        """All but the events. Device classes: of each engine, also of those that died; of the trainer; of each worker
-        that is left."""
-        config, began, steps = self._config, self._began, len(self._step_times)
+        """All but the events. `end`: when all was closed, up to which tokens are counted; times, ages and losses are of
+        the measured steps. Device classes: of each engine, also of those that died; of the trainer; of each worker that
+        is left."""
+        config, began, last, steps = self._config, self._began, self._last, len(self._step_times)
         seconds = sum(self._step_times)
-        waits = {name: s - began.waits_s.get(name, 0.0) for name, s in end.waits_s.items()}
-        train_s = end.train_s - began.train_s
+        waits = {name: s - began.waits_s.get(name, 0.0) for name, s in last.waits_s.items()}
+        train_s = last.train_s - began.train_s
         breakdown = {
             "training": train_s / steps,
             **{name: waits.get(name, 0.0) / steps for name in ("weights", "suspended", *STAGES, "nothing_running")},
@@ -113,12 +125,13 @@ class Steps:
             breakdown=breakdown,
             waits_s={name: s for name, s in waits.items() if s},
             utilisation={
-                **_busy(engines, classes, seconds),
+                **_busy(_difference(last.engines, began.engines), classes, seconds),
                 f"actor_train {trainer}": train_s / seconds,
+                **_rewarding(last.rewards, began.rewards),
             },
-            age_histogram=_counts(end.ages, began.ages),
-            aborted=_counts(end.aborted, began.aborted),
-            discarded=_counts(end.discarded, began.discarded),
+            age_histogram=_counts(last.ages, began.ages),
+            aborted=_counts(last.aborted, began.aborted),
+            discarded=_counts(last.discarded, began.discarded),
             wasted_tokens=_counts(end.wasted, began.wasted),
             generated_tokens=sum(each.generated_tokens for each in engines.values()),
             recomputed_tokens=sum(each.recomputed_tokens for each in engines.values()),
@@ -128,6 +141,7 @@ class Steps:
             bound=bound,
             share_of_possible=bound.step_s / step_s,
             trajectories=_means(trained),
+            longest=[max((each.seconds for each in batch), key=_sum) for batch in self._batches],
             resources=living,
             events=[],
         )
@@ -145,6 +159,20 @@ def _busy(engines: Mapping[str, EngineStats], classes: Mapping[str, str], second
     for name, stats in engines.items():
         busy[f"actor_gen {classes[name]}"].append(stats.busy_s / seconds)
     return {name: sum(shares) / len(shares) for name, shares in busy.items()}
+
+
+def _rewarding(after: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Share of the seconds paid for reward devices in which they worked, by class."""
+    found = {}
+    for name, (busy_s, paid_s) in after.items():
+        busy_before_s, paid_before_s = before.get(name, (0.0, 0.0))
+        if paid_s > paid_before_s:
+            found[f"reward {name}"] = (busy_s - busy_before_s) / (paid_s - paid_before_s)
+    return found
+
+
+def _sum(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())
 
 
 def _compact(trajectory: Trajectory) -> TrainedTrajectory:

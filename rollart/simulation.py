@@ -36,13 +36,15 @@ class Simulation(Struct, frozen=True, kw_only=True):
     breakdown: seconds per step by what the trainer did or waited for. Where training overlaps rollout, it also passes
     while the trainer waits for the next batch, so that the parts add up to more than a step.
     waits_s: all waits by cause, summed, of the trainer and (`training`) of the rollout.
-    utilisation: "ROLE CLASS", such as "actor_gen H20" -> share of the time that these devices worked.
+    utilisation: "ROLE CLASS", such as "actor_gen H20" -> share of the time that these devices worked; "reward CLASS":
+    of the time that they were reserved for rewards, or, where these are elastic, paid for.
     age_histogram: age -> trained trajectories. aborted, discarded: trajectories by cause. wasted_tokens: generated for
     nobody, by why the trajectory ended. recomputed_tokens: prefilled again after an update or a lack of room;
     preemptions: requests that lost their KV to others.
     cost_per_hour: of all pools, in units of `pools.NAME.cost`; cost_per_million_tokens: of trained tokens.
     share_of_possible: bound.step_s / step_s. trajectories: task -> means of turns, prompt_tokens, response_tokens and
-    seconds by stage. resources: worker -> device class. events: what became of workers and pools, for people.
+    seconds by stage. longest: of each step, seconds by stage of the trained trajectory that took longest.
+    resources: worker -> device class. events: what became of workers and pools, for people.
     """
 
     schedule: str
@@ -68,6 +70,7 @@ class Simulation(Struct, frozen=True, kw_only=True):
     bound: Bound | None
     share_of_possible: float
     trajectories: dict[str, dict[str, float]]
+    longest: list[dict[str, float]] = []
     resources: dict[str, str]
     events: list[str]
 

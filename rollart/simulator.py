@@ -250,7 +250,8 @@ class Run:
 
     def _now(self) -> Counters:
         now_s, runtime = asyncio.get_running_loop().time(), self._runtime
-        return self._steps.counters(now_s, self._ledger, runtime.engine_stats(), runtime.cut_tokens())
+        engines, rewards = runtime.engine_stats(), runtime.reward_seconds()
+        return self._steps.counters(now_s, self._ledger, engines, rewards, runtime.cut_tokens())
 
     # ------------------------------------------------------------------------------------------- hooks of the loop
     async def step_done(self, summary: StepSummary) -> None:
@@ -258,7 +259,7 @@ class Run:
         if self._on_step is not None:
             self._on_step(summary.step, summary.seconds)
         if summary.step > self._settings.warmup_steps:
-            self._steps.done(summary.seconds, summary.batch)
+            self._steps.done(summary.seconds, summary.batch, self._now())
         elif summary.step == self._settings.warmup_steps:
             self._steps.begin(self._now())
 

@@ -5,10 +5,14 @@ Everything here is of the module, so that other processes find it.
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 from rollart.config import Config, parse
 from rollart.errors import ConfigError
+from rollart.plan_report import report
+from rollart.planner import plan
 from rollart.simulation import Simulation
 
 TOKENS = 1_000_000.0
@@ -127,3 +131,24 @@ class Counting:
         if len(self.configs) == self._interrupted_at:
             raise KeyboardInterrupt
         return formula(config)
+
+
+def slowly(config: Config) -> Simulation:
+    """`formula`, after a while."""
+    time.sleep(0.2)
+    return formula(config)
+
+
+def tell(line: str) -> None:
+    """At once, whoever reads."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """A search with two processes, told line by line."""
+    tell(report(plan(made(), slowly, trials=1000, jobs=2, say=tell)))
+
+
+if __name__ == "__main__":
+    main()

@@ -99,6 +99,33 @@ def test_two_changes_of_one_parent_come_together() -> None:
     assert sum(dict(both.engines).values()) > sum(dict(parent.engines).values())
 
 
+def test_kinds_of_change_are_told_apart_and_a_split_is_one_with_the_mix() -> None:
+    where = space()
+    choices = where.neighbours(where.given)
+    assert {
+        kind for choice in choices if len(choice.kinds(where.given)) == 1 for kind in choice.kinds(where.given)
+    } == {
+        "devices",
+        "tensor_parallel",
+        "affinity",
+        "prefill",
+        "extra_groups",
+        "extra_members",
+        "engine_slots",
+        "alpha",
+    }
+    assert where.given.kinds(where.given) == set()
+
+
+def test_training_that_is_always_busy_gets_more_devices_and_one_that_waits_fewer() -> None:
+    where = space()
+    more, fewer = (where.balanced(where.given, busy) for busy in (0.9, 0.2))
+    assert more is not None
+    assert fewer is not None
+    assert more.trainer.total > where.given.trainer.total > fewer.trainer.total
+    assert dict(more.engines)["H800"] < dict(where.given.engines)["H800"] < dict(fewer.engines)["H800"]
+
+
 def test_other_schedules_come_only_when_asked_for() -> None:
     assert {choice.schedule for choice in around(space())} == {"rollart"}
     choices = around(space(schedules=("areal", "one_off", "sync_plus")))
@@ -147,3 +174,10 @@ def test_pools_that_are_shared_in_turn_serve_both_roles_with_all_devices() -> No
 def test_what_cannot_be_planned_is_said(overrides: tuple[str, ...], allowed: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         space(made(*overrides), **allowed)
+
+
+def test_the_order_in_which_an_affinity_is_written_means_nothing() -> None:
+    one, other = 'affinity={ pages = "H800", proofs = "H20" }', 'affinity={ proofs = "H20", pages = "H800" }'
+    assert given(made(one)) == given(made(other))
+    grid = space(made(other)).grid()
+    assert sum(choice.affinity == given(made(one)).affinity for choice in grid if choice.devices == grid[0].devices) > 1

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import msgspec
+import psutil
 import pytest
 
 from rollart.config import Config, parse
@@ -13,6 +21,8 @@ from rollart.plan_report import Plan, report, to_config, to_json, why
 from rollart.planner import plan
 from rollart.simulation import Simulation
 from tests.planning import Counting, formula, made, simulation
+
+ROOT = Path(__file__).parents[1]
 
 
 def cost(config: Config) -> float:
@@ -127,6 +137,41 @@ def test_every_simulation_is_one_line() -> None:
     assert len(done) == found.trials
     assert "1.000x" in done[0]
     assert "the config as it is" in done[0]
+
+
+@pytest.fixture
+def searching() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A search in a process group of its own, some simulations after its start, and its children."""
+    command = [sys.executable, "-m", "tests.planning"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for _ in range(5):
+            process.stdout.readline()
+        yield process, psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+
+
+@pytest.mark.e2e
+def test_ctrl_c_prints_the_best_so_far_and_leaves_no_process(
+    searching: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
+    process, children = searching
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert "simulations, interrupted" in output
+    assert process.returncode == 0
+    assert len(children) >= 2
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.e2e
+def test_no_process_outlives_a_search_that_was_killed(
+    searching: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
+    process, children = searching
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 # ----------------------------------------------------------------------------------------------------------- reasons

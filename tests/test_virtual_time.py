@@ -122,7 +122,7 @@ def test_an_interrupt_cancels_the_program_and_lets_it_clean_up() -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(5, signal.raise_signal, signal.SIGINT)
         try:
-            while True:
+            while True:  # noqa: ASYNC110
                 await asyncio.sleep(1)
         finally:
             await asyncio.sleep(2)

@@ -15,6 +15,7 @@ from common import HERE, Row, Settings, add_settings, chosen, environment, figur
 from report import publish
 
 EXPERIMENTS = (
+    "calibration",
     "ladder",
     "scaling",
     "affinity",
@@ -43,14 +44,20 @@ def main() -> None:
     add_settings(options)
     arguments = options.parse_args()
     settings = chosen(arguments)
-    found: dict[str, list[Row]] = {}
+    found = _kept(arguments.json, arguments.only)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for name, rows, seconds in pool.map(_run, arguments.only, [settings] * len(arguments.only)):
             found[name] = rows
+            arguments.json.write_text(json.dumps(found | {"_": environment()}, indent=2) + "\n", encoding="utf-8")
             publish(f"paper/{name}", [flat(row) for row in rows], {"seconds_to_simulate": seconds})
             figure(name, rows, arguments.figures / f"{name}.png")
-    arguments.json.write_text(json.dumps(found | {"_": environment()}, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {arguments.json} and {arguments.figures}", file=sys.stderr)
+
+
+def _kept(path: Path, asked: list[str]) -> dict[str, list[Row]]:
+    """What the file has of the experiments that are not asked for."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: before[name] for name in EXPERIMENTS if name in before and name not in asked}
 
 
 if __name__ == "__main__":

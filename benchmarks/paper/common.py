@@ -30,12 +30,16 @@ COST = {"H800": 2.85, "H20": 1.0}
 PREFILL_HEAVY = ("swe_bench", "webshop", "frozenlake")
 DECODE_HEAVY = ("gem_math", "gem_game")
 TENSOR_PARALLEL = {"Qwen3-8B": 1, "Qwen3-14B": 2, "Qwen3-32B": 4, "Qwen3-30B-A3B": 2}
+JUDGED = "gem_math"
+"""The task whose reward needs a device."""
+PATIENCE = {"reset_timeout_s": 1200.0, "step_timeout_s": 120.0}
+"""A reset may take hundreds of seconds (paper, section 7), and is waited for."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an experiment may be asked to change. The defaults are the paper's."""
+    """What an experiment may be asked to change. The defaults are the paper's (which means five iterations, too)."""
 
     model: str = "Qwen3-8B"
     pools: Mapping[str, int] = field(default_factory=lambda: {"H800": 96, "H20": 32})
@@ -43,7 +47,7 @@ class Settings:
     groups: int = 64
     members: int = 8
     alpha: float = 1.0
-    steps: int = 6
+    steps: int = 5
     warmup: int = 1
     seed: int = 0
     profile: str = "paper"
@@ -62,7 +66,8 @@ def config(settings: Settings, schedule: str, **changes: Any) -> Config:
     """The paper's set-up for a schedule. `changes`: dotted keys with '__' for '.', such as rollout__extra_groups=2.
 
     Sync and Sync+ share all devices between rollout and training, in turn; the others set those of `settings.train`
-    apart. Only RollArt declares an affinity and moves weights asynchronously (paper, section 7, baselines).
+    apart. Only Sync scores on local devices: eight of those that it has anyway, once the rollout is over; the paper
+    does not say how many. Only RollArt declares an affinity and moves weights asynchronously (section 7, baselines).
     """
     parallel = TENSOR_PARALLEL.get(settings.model, 1)
     in_turn = schedule in ("sync", "sync_plus")
@@ -78,12 +83,12 @@ def config(settings: Settings, schedule: str, **changes: Any) -> Config:
         "seed": settings.seed,
         "steps": settings.steps + settings.warmup,
         "schedule": schedule,
-        "tasks": {name: {} for name in settings.mixture},
+        "tasks": {name: dict(PATIENCE) for name in settings.mixture},
         "pools": {
             name: {
                 "count": count,
                 "cost": COST.get(name, 1.0),
-                "share": 2 if in_turn else 1,
+                "share": {"sync": 3, "sync_plus": 2}.get(schedule, 1),
                 "compatible": [other for other in settings.pools if other != name],
             }
             for name, count in settings.pools.items()
@@ -102,6 +107,7 @@ def config(settings: Settings, schedule: str, **changes: Any) -> Config:
         "weights": {"asynchronous": schedule == "rollart"},
         "simulate": {"model": settings.model, "profile": settings.profile, "warmup_steps": settings.warmup},
     }
+    _set_rewards(data, schedule, train_class)
     if schedule in ("areal", "rollart"):
         data["alpha"] = settings.alpha
     if schedule == "rollart" and len(left) > 1:
@@ -109,6 +115,13 @@ def config(settings: Settings, schedule: str, **changes: Any) -> Config:
     for key, value in changes.items():
         _set(data, key.split("__"), value)
     return from_dict(data)
+
+
+def _set_rewards(data: dict[str, Any], schedule: str, device_class: str) -> None:
+    if JUDGED in data["tasks"] and schedule != "sync":
+        data["tasks"][JUDGED]["reward"] = "fc://judge"
+    elif JUDGED in data["tasks"]:
+        data["roles"]["reward"] = {"device_class": device_class, "workers": 8}
 
 
 def affinity(tasks: Sequence[str]) -> dict[str, str]:
@@ -138,6 +151,17 @@ def changed(settings: Settings, **tasks: Any) -> Profile:
 
     profile = load_profile(settings.profile)
     return with_fields(profile, tasks={name: with_fields(task, **tasks) for name, task in profile.tasks.items()})
+
+
+def details(result: Simulation) -> Row:
+    """Where a step goes, who is busy, what is lost: enough to say why a figure is what it is."""
+    return {
+        "breakdown": {name: round(seconds, 1) for name, seconds in result.breakdown.items()},
+        "utilisation": {name: round(share, 2) for name, share in result.utilisation.items()},
+        "aborted": result.aborted,
+        "tokens_per_step": round(result.tokens_per_step),
+        "trajectories": {name: means["trajectories"] for name, means in result.trajectories.items()},
+    }
 
 
 def rollout_s(result: Simulation) -> float:
@@ -170,7 +194,7 @@ def add_settings(made: argparse.ArgumentParser) -> None:
     add("--groups", type=int, help="groups per batch (default 64)")
     add("--members", type=int, help="members per group (default 8)")
     add("--alpha", type=float, help="bound on staleness (default 1)")
-    add("--steps", type=int, help="steps measured (default 6)")
+    add("--steps", type=int, help="steps measured (default 5)")
     add("--seed", type=int)
     add("--profile", help="a workload profile (default paper)")
     add("--tasks", type=lambda text: tuple(text.split(",")), metavar="A,B", help="tasks of the profile")
@@ -184,8 +208,8 @@ def chosen(options: argparse.Namespace) -> Settings:
 
 
 def flat(row: Row) -> Row:
-    """For the table: a range as text."""
-    return {key: _range(value) if key == "published" else value for key, value in row.items()}
+    """For the table: a range as text, and no details."""
+    return {key: _range(value) if key == "published" else value for key, value in row.items() if key != "why"}
 
 
 def _range(value: Any) -> str:

@@ -23,28 +23,35 @@ STEPS = (
 def experiment(settings: Settings) -> list[Row]:
     """Ratios of throughput, per model."""
     models = MODELS if settings.model == Settings().model else (settings.model,)
-    rows: list[Row] = []
-    for model in models:
-        here = replace(settings, model=model)
-        throughput, possible = {}, {}
-        for schedule in ("sync", "sync_plus", "one_off", "areal", "rollart"):
-            where = here if schedule == "rollart" else homogeneous(here, sum(here.pools.values()))
-            result = run(config(where, schedule))
-            throughput[schedule], possible[schedule] = result.throughput, result.share_of_possible
-        rows += [
-            {
-                "model": model,
-                "ratio": f"{one}/{other}",
-                "measured": throughput[one] / throughput[other],
-                "published": range_,
-            }
-            for one, other, range_ in STEPS
-        ]
-        rows += [
-            {"model": model, "ratio": f"{name}: share of possible", "measured": share, "published": None}
-            for name, share in possible.items()
-        ]
-    return rows
+    return [row for model in models for row in rungs(replace(settings, model=model))]
+
+
+def rungs(settings: Settings) -> list[Row]:
+    """Those of one model: ratios, then each schedule's share of what is possible and where its step goes."""
+    found = {}
+    for schedule in ("sync", "sync_plus", "one_off", "areal", "rollart"):
+        where = settings if schedule == "rollart" else homogeneous(settings, sum(settings.pools.values()))
+        found[schedule] = run(config(where, schedule))
+    ratios: list[Row] = [
+        {
+            "model": settings.model,
+            "what": f"{one}/{other}",
+            "measured": found[one].throughput / found[other].throughput,
+            "published": published,
+        }
+        for one, other, published in STEPS
+    ]
+    shares: list[Row] = [
+        {
+            "model": settings.model,
+            "what": f"{name}: share of possible",
+            "measured": result.share_of_possible,
+            "published": None,
+            "why": {"step_s": result.step_s, "bound": result.bound and result.bound.parts, **details(result)},
+        }
+        for name, result in found.items()
+    ]
+    return [*ratios, *shares]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From scored groups to padded tensors: samples, mini-batches by group, micro-batches by padded token budget.
 
 Invariant: every trained token of a batch lies in exactly one micro-batch, and no sample is ever split. All of it is
-deterministic. What this file leaves out: packing several samples into one row, and sharding over ranks.
+deterministic. What this file leaves out: how rows are packed (`packing`), and sharding over ranks.
 
 Shape suffixes: B rows of a micro-batch, T positions fed to the model (the last token of a sample is only a target).
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollart.errors import TrainError
 from rollart.learn.advantage import advantages
+from rollart.learn.packing import Device, Packed, num_alike, num_distinct, pack, padded
 from rollart.types import Group, Trajectory
 
 
@@ -45,13 +46,22 @@ class Sample(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Right-padded tensors of one forward pass. At [b, t] everything but `tokens_BT` speaks of token t + 1 of row b."""
+    """Right-padded tensors of one forward pass. At [b, t] everything but `tokens_BT` speaks of token t + 1 of row b.
+
+    `packed`: the same tokens in less room, where that pays.
+    """
 
     tokens_BT: Tensor
     targets_BT: Tensor
     mask_BT: Tensor
     behaviour_BT: Tensor
     advantages_BT: Tensor
+    packed: Packed | None = None
+
+    @property
+    def num_computed(self) -> int:
+        """Positions that the model is fed."""
+        return (self.tokens_BT if self.packed is None else self.packed.tokens_N).numel()
 
 
 # ------------------------------------------------------------------------------------------------------------ samples
@@ -94,6 +104,8 @@ def _samples(group: Group, values: list[float]) -> list[Sample]:
 # ------------------------------------------------------------------------------------------------------------ batches
 SIMILAR = 0.75
 """A row at least this long, against the longest of its batch, is never mostly padding."""
+PACKED = 0.8
+"""Rows are packed where that leaves at most this share of their positions, as gathering them has its price."""
 
 
 def split_groups(groups: Sequence[list[Sample]], num_minibatches: int) -> list[list[Sample]]:
@@ -103,45 +115,64 @@ def split_groups(groups: Sequence[list[Sample]], num_minibatches: int) -> list[l
     return [samples for samples in flat if samples]
 
 
-def micro_batches(samples: Sequence[Sample], budget_tokens: int) -> list[list[Sample]]:
+def micro_batches(samples: Sequence[Sample], budget_tokens: int, packs: bool = False) -> list[list[Sample]]:
     """Rows of similar length, longest first, with rows x longest <= budget; a longer sample stands alone.
 
     A batch that is worth its fixed cost already (an eighth of the budget) takes no row that would be mostly padding.
+    `packs`: rows that mostly begin alike stay together, whatever their length, as packing saves the most on them.
     """
     batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_inputs):
-        if batches and _fits(batches[-1], sample, budget_tokens):
-            batches[-1].append(sample)
-        else:
-            batches.append([sample])
+    longest = 0
+    families = _families(samples) if packs else [[sample] for sample in samples]
+    for family in sorted(families, key=lambda family: -max(sample.num_inputs for sample in family)):
+        for index, sample in enumerate(family):
+            longest = max(longest, sample.num_inputs)
+            if batches and _fits(len(batches[-1]), longest, sample, budget_tokens, alike=index > 0):
+                batches[-1].append(sample)
+            else:
+                batches.append([sample])
+                longest = sample.num_inputs
     return batches
 
 
-def _fits(batch: list[Sample], sample: Sample, budget_tokens: int) -> bool:
-    longest = batch[0].num_inputs
-    if (len(batch) + 1) * longest > budget_tokens:
+def _fits(num_rows: int, longest: int, sample: Sample, budget_tokens: int, alike: bool) -> bool:
+    if (num_rows + 1) * longest > budget_tokens:
         return False
-    return sample.num_inputs >= SIMILAR * longest or len(batch) * longest < budget_tokens / 8
+    return alike or sample.num_inputs >= SIMILAR * longest or num_rows * longest < budget_tokens / 8
+
+
+def _families(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Ordered by their tokens, and cut before each sample that shares less than half of them with the one before."""
+    families: list[list[Sample]] = []
+    before: list[int] = []
+    for sample in sorted(samples, key=lambda sample: sample.tokens):
+        if 2 * num_alike(before, sample.tokens) < len(sample.tokens):
+            families.append([])
+        families[-1].append(sample)
+        before = sample.tokens
+    return families
 
 
 def padding_fraction(batches: Sequence[Sequence[Sample]]) -> float:
     """Share of the positions in these micro-batches that are padding."""
-    padded = sum(len(batch) * max(sample.num_inputs for sample in batch) for batch in batches)
+    fed = sum(len(batch) * max(sample.num_inputs for sample in batch) for batch in batches)
     used = sum(sample.num_inputs for batch in batches for sample in batch)
-    return 1 - used / padded if padded else 0.0
+    return 1 - used / fed if fed else 0.0
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str = "cpu") -> MicroBatch:
-    """Tensors of one micro-batch. Padding is on the right, so that causal attention needs no mask."""
+def collate(samples: Sequence[Sample], device: Device = "cpu", packs: bool = False) -> MicroBatch:
+    """Tensors of one micro-batch. Padding is on the right, so that causal attention needs no mask.
+
+    `packs`: the model takes packed rows; whether they pay is decided here.
+    """
+    rows = [sample.tokens[:-1] for sample in samples]
+    tokens_BT = padded(rows, torch.long, device)
+    pays = packs and num_distinct(rows) <= PACKED * tokens_BT.numel()
     return MicroBatch(
-        tokens_BT=_padded([sample.tokens[:-1] for sample in samples], torch.long, device),
-        targets_BT=_padded([sample.tokens[1:] for sample in samples], torch.long, device),
-        mask_BT=_padded([sample.mask[1:] for sample in samples], torch.bool, device),
-        behaviour_BT=_padded([sample.behaviour_logprobs[1:] for sample in samples], torch.float32, device),
-        advantages_BT=_padded([sample.advantages[1:] for sample in samples], torch.float32, device),
+        tokens_BT=tokens_BT,
+        targets_BT=padded([sample.tokens[1:] for sample in samples], torch.long, device),
+        mask_BT=padded([sample.mask[1:] for sample in samples], torch.bool, device),
+        behaviour_BT=padded([sample.behaviour_logprobs[1:] for sample in samples], torch.float32, device),
+        advantages_BT=padded([sample.advantages[1:] for sample in samples], torch.float32, device),
+        packed=pack(rows, device) if pays else None,
     )
-
-
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype, device=device)

@@ -110,9 +110,8 @@ def summed_loss(
     metrics["entropy"] = entropy_BT
     if reference_BT is not None:
         metrics["kl_reference"] = kl_BT
-    return _sum(loss_BT, tokens.mask_BT), {
-        name: float(_sum(value_BT.detach(), tokens.mask_BT)) for name, value_BT in metrics.items()
-    }
+    sums = torch.stack([_sum(value_BT.detach(), tokens.mask_BT) for value_BT in metrics.values()]).tolist()
+    return _sum(loss_BT, tokens.mask_BT), dict(zip(metrics, sums, strict=True))
 
 
 def k3(other_BT: Tensor, sampled_BT: Tensor) -> Tensor:

@@ -41,9 +41,14 @@ class Life:
         self.engine = EmbeddedEngine(
             model.folder, slots=6, max_model_tokens=80, prefill_tokens=32, kept_tokens=200, seed=seed
         )
-        self.histories = [tokens(self.draw, 1, 20) for _ in range(10)]
+        self.begin = tokens(self.draw, 18, 18)
+        self.histories = [self.prompt() for _ in range(10)]
         self.requests: dict[str, tuple[int, GenRequest]] = {}
         self.version = self.count = self.num_results = 0
+
+    def prompt(self) -> list[int]:
+        """Half of them begin alike, some are equal."""
+        return self.draw.choice([tokens(self.draw, 1, 20), self.begin + tokens(self.draw, 0, 3)])
 
     def event(self) -> None:
         kinds = {"step": 60, "add": 25, "abort": 4, "release": 4, "suspend": 2, "resume": 4, "update": 2}
@@ -94,7 +99,7 @@ class Life:
         assert result.versions == sorted(result.versions)
         self.num_results += 1
         history = [*request.prompt, *result.tokens, *tokens(self.draw, 1, 5)]
-        self.histories[index] = history if len(history) < 70 else tokens(self.draw, 1, 20)
+        self.histories[index] = history if len(history) < 70 else self.prompt()
 
     def end(self) -> Iterator[GenResult]:
         self.engine.resume()

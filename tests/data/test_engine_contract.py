@@ -189,6 +189,135 @@ def test_release_forgets_the_prefix(engine: Engine) -> None:
     assert result.cached_tokens == 0
 
 
+# ------------------------------------------------------------------------------------------- prompts that begin alike
+SAMPLED = Sampling(max_tokens=10)
+
+
+def group(name: str, prompt: list[int], size: int = 4, sampling: Sampling = SAMPLED) -> list[GenRequest]:
+    return [ask(f"{name}{i}", prompt, sampling) for i in range(size)]
+
+
+def alone(make_engine: MakeEngine, folder: str, requests: list[GenRequest]) -> list[GenResult]:
+    """One after the other, so that there is nobody to share with."""
+    engine, results = make_engine(folder, slots=1, max_model_tokens=128), []
+    for request in requests:
+        results += run(engine, request)
+        engine.release(request.trajectory_id)
+    assert engine.stats().cached_tokens == 0
+    return results
+
+
+def assert_same(results: list[GenResult], others: list[GenResult]) -> None:
+    for result, other in zip(results, others, strict=True):
+        assert result.tokens == other.tokens
+        assert result.logprobs == close(other.logprobs)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 13}, {"slots": 3}], ids=["at once", "chunked", "few slots"])
+def test_a_prompt_that_several_ask_for_is_computed_once_and_gives_the_same(
+    make_engine: MakeEngine, model: TinyModel, options: dict[str, int]
+) -> None:
+    engine = make_engine(model.folder, **{"slots": 16, "max_model_tokens": 128, **options})
+    asked = prompts(3, shortest=20)
+    requests = [request for i, prompt in enumerate(asked) for request in group(f"g{i}.", prompt)]
+    results = run(engine, *requests)
+    assert_same(results, alone(make_engine, model.folder, requests))
+    assert engine.stats().cached_tokens == sum(result.cached_tokens for result in results)
+    if "slots" not in options:
+        for i, prompt in enumerate(asked):
+            reused = sorted(result.cached_tokens for result in results[4 * i : 4 * i + 4])
+            assert reused == [0, *[len(prompt) - 1] * 3]
+        assert engine.stats().prefilled_tokens == sum(len(prompt) + 3 for prompt in asked)
+
+
+def test_prompts_that_only_begin_alike_share_their_beginning(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    system, tails = prompts(1, shortest=25)[0], prompts(6, seed=1, shortest=2, longest=9)
+    requests = [ask(str(i), [*system, *tail], SAMPLED) for i, tail in enumerate(tails)]
+    results = run(engine, *requests)
+    assert_same(results, alone(make_engine, model.folder, requests))
+    assert results[0].cached_tokens == 0
+    assert all(result.cached_tokens >= len(system) for result in results[1:])
+
+
+def test_one_that_comes_later_copies_from_one_that_already_generates(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    first, second = group("a", prompts(1, shortest=20)[0], size=2)
+    engine.add(first)
+    steps(engine, 4)
+    engine.add(second)
+    results = finish(engine)
+    assert_same([results["a0"], results["a1"]], alone(make_engine, model.folder, [first, second]))
+    assert results["a1"].cached_tokens == len(first.prompt) - 1
+
+
+def test_one_that_has_just_ended_still_lends_what_it_computed(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel
+) -> None:
+    prompt = prompts(1, shortest=20)[0]
+    requests = group("a", prompt, sampling=Sampling(max_tokens=1))
+    results = run(engine, *requests)
+    assert_same(results, alone(make_engine, model.folder, requests))
+    assert engine.stats().prefilled_tokens == len(prompt) + 3
+    for request in requests:
+        engine.release(request.trajectory_id)
+    assert engine.stats().kv_tokens == 0
+
+
+def test_a_next_turn_takes_its_own_prefix_where_that_is_longer(engine: Engine, model: TinyModel) -> None:
+    prompt, answer = prompts(1, shortest=20)[0], prompts(1, seed=1, shortest=12, longest=12)[0]
+    (first,) = run(engine, ask("a", prompt, GREEDY, "t"))
+    engine.add(ask("other", prompt, Sampling(0, max_tokens=40)))
+    steps(engine, 2)
+    following = [*prompt, *first.tokens, *answer]
+    (second,) = run(engine, ask("b", following, GREEDY, "t"))
+    assert second.cached_tokens == len(prompt) + len(first.tokens) - 1
+    assert second.logprobs == close(model.score(following, second.tokens))
+
+
+@pytest.mark.parametrize("after", [0, 1, 3], ids=["while others wait for it", "as others copy", "later"])
+def test_aborting_the_one_that_others_copy_from_harms_nobody(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel, after: int
+) -> None:
+    requests = group("a", prompts(1, shortest=20)[0])
+    expected = alone(make_engine, model.folder, requests)
+    for request in requests:
+        engine.add(request)
+    steps(engine, after)
+    aborted = engine.abort("a0")
+    assert aborted is not None
+    assert aborted.tokens == expected[0].tokens[:after]
+    results = finish(engine)
+    assert_same([results[request.request_id] for request in requests[1:]], expected[1:])
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_update_computes_shared_prompts_again(
+    engine: Engine, make_engine: MakeEngine, model: TinyModel, after: int
+) -> None:
+    prompt = prompts(1, shortest=25)[0]
+    requests = group("a", prompt, sampling=GREEDY)
+    for request in requests:
+        engine.add(request)
+    steps(engine, after)
+    before = engine.stats()
+    engine.suspend()
+    engine.update(1, model.weights(other=True))
+    assert engine.stats().kv_tokens == 0
+    engine.resume()
+    results = finish(engine)
+    for request in requests:
+        result = results[request.request_id]
+        old = result.versions.count(0)
+        assert result.versions == [0] * old + [1] * (12 - old)
+        assert result.logprobs[:old] == close(model.score(prompt, result.tokens)[:old])
+        assert result.logprobs[old:] == close(model.score(prompt, result.tokens, other=True)[old:])
+    # The prompt is read once more, and each reads what it had generated.
+    assert engine.stats().prefilled_tokens - before.prefilled_tokens < 2 * len(prompt)
+
+
 # ----------------------------------------------------------------------------------------- abort, suspend, update
 def test_abort_frees_the_cache_and_gives_the_partial_tokens(engine: Engine, model: TinyModel) -> None:
     expected = run(engine, *[ask(str(i), prompt) for i, prompt in enumerate(prompts(4))])

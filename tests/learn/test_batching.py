@@ -88,15 +88,15 @@ def test_padding_fraction_counts_padded_positions():
     assert padding_fraction([]) == 0
 
 
-@given(lengths=st.lists(st.integers(1, 60), max_size=30), budget=st.integers(1, 200))
-def test_every_sample_lies_in_one_microbatch_within_the_budget(lengths, budget):
+@given(lengths=st.lists(st.integers(1, 60), max_size=30), budget=st.integers(1, 200), packs=st.booleans())
+def test_every_sample_lies_in_one_microbatch_within_the_budget(lengths, budget, packs):
     samples = [sample(length) for length in lengths]
-    plan = micro_batches(samples, budget)
+    plan = micro_batches(samples, budget, packs)
     assert sorted(made.num_inputs for batch in plan for made in batch) == sorted(lengths)
     for batch in plan:
         padded = len(batch) * max(made.num_inputs for made in batch)
         assert padded <= budget or len(batch) == 1
-    assert micro_batches(samples, budget) == plan
+    assert micro_batches(samples, budget, packs) == plan
 
 
 def test_collated_rows_align_each_target_with_the_position_that_predicts_it():
@@ -118,3 +118,36 @@ def test_short_rows_are_not_padded_to_the_length_of_much_longer_ones():
     assert padding_fraction(batches) == 0
     few = micro_batches([sample(200), *short], 4000)  # one long row alone is not worth a pass of its own
     assert [len(batch) for batch in few] == [3, 6]
+
+
+def member(group, length, shared=20):
+    """Begins like the others of its group, and not like any other group."""
+    tokens = [group] * shared + [100 + length] * length
+    return Sample(tokens, [False] * shared + [True] * length, [0.0] * len(tokens), [1.0] * len(tokens))
+
+
+def test_where_rows_are_packed_those_that_begin_alike_stay_together():
+    samples = [member(group, length) for length in (2, 6, 4, 8) for group in range(4)]
+    budget = 4 * 27
+    apart = micro_batches(samples, budget)
+    together = micro_batches(samples, budget, packs=True)
+    assert all(len({made.tokens[0] for made in batch}) == 4 for batch in apart)
+    assert [{made.tokens[0] for made in batch} for batch in together] == [{0}, {1}, {2}, {3}]
+
+
+def test_where_nothing_begins_alike_packing_changes_no_plan():
+    samples = [
+        Sample([index, *range(length)], [False] + [True] * length, [0.0] * (length + 1), [1.0] * (length + 1))
+        for index, length in enumerate((5, 50, 7, 30, 6, 40, 55, 33))
+    ]
+    assert micro_batches(samples, 120, packs=True) == micro_batches(samples, 120)
+
+
+def test_rows_are_packed_only_where_that_saves_positions():
+    group = [member(0, length) for length in (3, 4, 5)]
+    packed = collate(group, packs=True)
+    assert packed.num_computed == 20 + 2 + 3 + 4
+    assert collate(group).num_computed == 3 * 24
+    assert torch.equal(packed.tokens_BT, collate(group).tokens_BT)
+    strangers = [member(index, 5, shared=3) for index in range(4)]
+    assert collate(strangers, packs=True).packed is None

@@ -1,8 +1,10 @@
 """Continuous batching over any Hugging Face causal LM with full attention: the default engine, on CPU or one GPU.
 
-The life of a request: `add` queues it; the next step gives it a slot, loads what its trajectory's last turn left behind
-and computes the rest of its prompt, while the others go on decoding in the same pass; each later step adds one token;
-when it ends, its keys and values are kept for the trajectory's next turn and its slot is closed up.
+The life of a request: `add` queues it; the next step gives it a slot with what its trajectory's last turn left behind,
+or with a copy of what another request that begins alike has, and computes the rest of its prompt, while the others go
+on decoding in the same pass; each later step adds one token; when it ends, its keys and values are kept for the
+trajectory's next turn and its slot is closed up. Of requests that come together and begin alike, as the members of a
+group do, one computes the prompt and the others wait for it.
 
 Invariants (`check`): `_rows[i]` owns slot i, without gaps; the first `_num_decoding` rows have exactly one token to
 compute, the others are still being prefilled; no keys or values survive an `update`.
@@ -22,9 +24,10 @@ import torch
 
 from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
+from rollart.data.engines.prefixes import Kept, Prefixes, most_alike
 from rollart.data.engines.request import Running, load_tokenizer
 from rollart.data.engines.sampling import Sampler, check_sampling
-from rollart.data.engines.slots import Prefixes, Slots
+from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Tensors
@@ -126,7 +129,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def update(self, version: int, tensors: Tensors) -> None:
-        """Load weights in place; everything kept is dropped and running requests are computed again from their tokens.
+        """Load weights in place; everything kept is dropped; running requests queue first and are computed again.
 
         Raises WeightsError, with nothing changed, unless names, shapes and dtypes are those of `parameters`.
         """
@@ -136,7 +139,8 @@ class EmbeddedEngine:
         for running in self._rows:
             self._recomputed_tokens += running.computed
             running.computed = 0
-        self._num_decoding = 0
+        self._waiting.extendleft(reversed(self._rows))
+        self._rows, self._num_decoding, self._arranged = [], 0, 0
 
     # ----------------------------------------------------------------------------------------------------- steps
     def has_work(self) -> bool:
@@ -179,17 +183,44 @@ class EmbeddedEngine:
         return self._rows[: self._num_decoding]
 
     def _admit(self) -> None:
-        while self._waiting and len(self._rows) < self._max_slots:
+        """Give slots to waiting requests; one that can soon copy most of what it lacks from another waits for that."""
+        held: list[Running] = []
+        for _ in range(min(len(self._waiting), self._max_slots - len(self._rows))):
             running = self._waiting.popleft()
-            running.queue_s = time.perf_counter() - running.added_s
-            slot = len(self._rows)
-            saved, running.cached = self._prefixes.take(running.request.trajectory_id, running.tokens)
-            if saved is not None and running.cached:
-                self._slots.reserve(slot + 1, running.cached)
-                self._slots.load(slot, saved, running.cached)
-            running.computed = running.cached
-            self._cached_tokens += running.cached
-            self._rows.append(running)
+            donor, num_now = self._donor(running)
+            prefilling = self._rows[self._num_decoding :]
+            _, num_soon = most_alike(running.tokens, [(row, len(row.tokens)) for row in prefilling], num_now)
+            if 2 * (num_soon - num_now) >= len(running.tokens) - num_now:
+                held.append(running)
+            else:
+                self._seat(running, donor, num_now)
+        self._waiting.extendleft(reversed(held))
+
+    def _donor(self, running: Running) -> tuple[Running | Kept | None, int]:
+        """Whose keys and values a request can begin with, and how many: mostly those of its trajectory's last turn."""
+        tokens = running.tokens
+        own, num_own = self._prefixes.match(running.request.trajectory_id, tokens)
+        if 2 * num_own >= len(tokens):
+            return own, num_own
+        donors: list[tuple[Running | Kept, int]] = [(row, row.computed) for row in self._rows]
+        donors += [(kept, len(kept.tokens)) for kept in self._prefixes.latest(self._max_slots)]
+        other, num_other = most_alike(tokens, donors, num_own)
+        return (own, num_own) if other is None else (other, num_other)
+
+    def _seat(self, running: Running, donor: Running | Kept | None, num_reused: int) -> None:
+        """Open a slot that begins with a donor's keys and values."""
+        slot = len(self._rows)
+        if isinstance(donor, Running):
+            self._slots.copy(self._rows.index(donor), slot, num_reused)
+        elif donor is not None:
+            self._slots.load(slot, donor.saved_L2HTD, num_reused)
+        self._prefixes.forget(running.request.trajectory_id)
+        running.computed = num_reused
+        self._cached_tokens += num_reused
+        if not running.versions:
+            running.cached = num_reused
+        running.queue_s = running.queue_s or time.perf_counter() - running.added_s
+        self._rows.append(running)
 
     def _next_prefill(self) -> tuple[list[Work], int]:
         """The next rows to prefill, cut where count x longest would exceed the budget; how many are then complete."""
@@ -252,7 +283,7 @@ class EmbeddedEngine:
         if source != target:
             row = self._rows[target] = self._rows[source]
             if row.computed:
-                self._slots.move(source, target, row.computed)
+                self._slots.copy(source, target, row.computed)
 
     # --------------------------------------------------------------------------------------------------- looking
     @torch.inference_mode()

@@ -1,9 +1,10 @@
-"""Where keys and values live: one buffer for the requests that run, exact copies for trajectories between turns.
+"""Where the keys and values of running requests live: one buffer.
 
-Invariant: running requests occupy slots 0..n-1 without gaps, so that attention reads views of the buffer and idle
-trajectories cost no arithmetic. Everything in the buffer is finite: a slot is wiped when its request is dropped, since
-a masked NaN would still poison the attention of the slot's next owner.
-Left out: which tokens the values belong to (`embedded.py`) and how they are read (`attention.py`).
+Invariant: running requests occupy slots 0..n-1 without gaps, so that attention reads views of the buffer. Everything in
+the buffer is finite: a slot is wiped when its request is dropped, since a masked NaN would still poison the attention
+of the slot's next owner.
+Left out: which tokens the values belong to (`embedded.py`), how they are read (`attention.py`), and what is kept of
+requests that have ended (`prefixes.py`).
 
 Shapes: L layers, 2 (keys, values), S slots, H key-value heads, W width in tokens, D head size.
 """
@@ -11,8 +12,6 @@ Shapes: L layers, 2 (keys, values), S slots, H key-value heads, W width in token
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,11 +70,13 @@ class Slots:
         return self.buffer_L2SHWD[:, :, slot, :, :num_tokens].clone(memory_format=torch.contiguous_format)
 
     def load(self, slot: int, saved_L2HTD: Tensor, num_tokens: int) -> None:
-        """Write the first `num_tokens` tokens of what `save` returned into a slot."""
+        """Write the first `num_tokens` tokens of what `save` returned into a slot, for which it makes room."""
+        self.reserve(slot + 1, num_tokens)
         self.buffer_L2SHWD[:, :, slot, :, :num_tokens] = saved_L2HTD[:, :, :, :num_tokens]
 
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy a slot over another."""
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Write the first `num_tokens` tokens of a slot into another, for which it makes room."""
+        self.reserve(target + 1, num_tokens)
         self.buffer_L2SHWD[:, :, target, :, :num_tokens] = self.buffer_L2SHWD[:, :, source, :, :num_tokens]
 
     def wipe(self, slot: int) -> None:
@@ -90,62 +91,3 @@ def _grown(have: int, need: int, first: int, most: int) -> int:
     while size < need:
         size *= 2
     return min(size, most)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    tokens: list[int]
-    saved_L2HTD: Tensor
-
-
-class Prefixes:
-    """Keys and values of trajectories between two turns; the least recently used go first beyond `max_tokens`."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens, self.num_tokens = max_tokens, 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def put(self, trajectory_id: str, tokens: list[int], saved_L2HTD: Tensor) -> None:
-        """Keep the values of `tokens`; evicts others, or keeps nothing when they alone are too many."""
-        self.forget(trajectory_id)
-        if not 0 < len(tokens) <= self.max_tokens:
-            return
-        self._entries[trajectory_id] = _Entry(tokens, saved_L2HTD)
-        self.num_tokens += len(tokens)
-        while self.num_tokens > self.max_tokens:
-            self.forget(next(iter(self._entries)))
-
-    def take(self, trajectory_id: str, prompt: list[int]) -> tuple[Tensor | None, int]:
-        """Hand over a trajectory's values and how many tokens of `prompt` they serve, always leaving one to compute."""
-        entry = self._entries.get(trajectory_id)
-        if entry is None:
-            return None, 0
-        self.forget(trajectory_id)
-        return entry.saved_L2HTD, min(_shared_prefix(entry.tokens, prompt), len(prompt) - 1)
-
-    def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory's values, if any are kept."""
-        entry = self._entries.pop(trajectory_id, None)
-        if entry is not None:
-            self.num_tokens -= len(entry.tokens)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._entries.clear()
-        self.num_tokens = 0
-
-    def check(self) -> None:
-        """Assert the invariant."""
-        entries = self._entries.values()
-        assert self.num_tokens == sum(len(entry.tokens) for entry in entries) <= self.max_tokens
-        assert all(entry.saved_L2HTD.shape[3] == len(entry.tokens) for entry in entries)
-
-
-def _shared_prefix(first: list[int], second: list[int]) -> int:
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:
-        return shorter
-    return next(i for i in range(shorter) if first[i] != second[i])

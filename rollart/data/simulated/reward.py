@@ -51,6 +51,13 @@ class SimulatedReward:
                 copy.allocated_s = reserved_s * (usage.busy_s / total_s if total_s else 1 / len(self._usage))
         return told
 
+    def seconds(self) -> tuple[float, float]:
+        """Those that did work, and those that are paid: of the device, or of the calls where these are elastic."""
+        busy_s = sum(usage.busy_s for usage in self._usage.values())
+        if self._elastic:
+            return busy_s, sum(usage.allocated_s for usage in self._usage.values())
+        return busy_s, asyncio.get_running_loop().time() - self._began_s
+
     async def shutdown(self) -> None:
         """Nothing is left to end."""
 

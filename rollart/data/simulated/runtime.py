@@ -167,6 +167,16 @@ class SimulatedRuntime:
         """Device class of every engine that lives or lived."""
         return {name: self.workers[name].device_class for name, _ in self._engines()}
 
+    def reward_seconds(self) -> dict[str, tuple[float, float]]:
+        """Per device class of the reward workers, seconds that did work and seconds that are paid."""
+        found: dict[str, tuple[float, float]] = {}
+        for worker in self.workers.values():
+            if isinstance(worker.built, SimulatedReward):
+                busy_s, paid_s = worker.built.seconds()
+                before = found.get(worker.device_class, (0.0, 0.0))
+                found[worker.device_class] = (before[0] + busy_s, before[1] + paid_s)
+        return found
+
     def cut_tokens(self) -> int:
         """Tokens generated in turns that did not come to their end."""
         return sum(inference.cut_tokens for _, inference in self._engines())

@@ -30,7 +30,6 @@ from rollart.errors import RunFolderError, TrainError, boundary
 from rollart.learn.batching import (
     MicroBatch,
     Sample,
-    collate,
     group_samples,
     micro_batches,
     padding_fraction,
@@ -90,16 +89,20 @@ class EmbeddedTrainer:
         rate = self._set_learning_rate()
         groups = group_samples(batch.groups, self._options.advantage)
         parts = split_groups(groups, self._options.minibatches)
-        plans = [micro_batches(part, self._options.micro_batch_tokens) for part in parts]
-        updates = self._run(plans)
+        budget, packs = self._options.micro_batch_tokens, self._scorer.packs
+        plans = [micro_batches(part, budget, packs) for part in parts]
+        collated = [[self._scorer.collate(micro) for micro in plan] for plan in plans]
+        updates = self._run(collated)
         self._steps += 1
         self._count_nonfinite(updates)
         report = _report(batch.step, updates)
         samples = sum(map(len, groups))
+        num_inputs = sum(sample.num_inputs for group in groups for sample in group)
         report.metrics |= {
             "samples": samples,
             "empty_samples": sum(len(group.trajectories) for group in batch.groups) - samples,
             "padding_fraction": padding_fraction([micro for plan in plans for micro in plan]),
+            "computed_fraction": sum(micro.num_computed for plan in collated for micro in plan) / max(1, num_inputs),
         }
         report.learning_rate, report.seconds = rate, time.perf_counter() - started
         return report
@@ -120,11 +123,9 @@ class EmbeddedTrainer:
         budget = self._options.micro_batch_tokens
         return warm_up(self._scorer, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
 
-    def _run(self, plans: list[list[list[Sample]]]) -> list[_Update]:
-        if len(plans) == 1:
-            return [self._update([collate(part, self._scorer.device) for part in plans[0]], None)]
-        collated = [[collate(part, self._scorer.device) for part in plan] for plan in plans]
-        proximal = [[self._proximal(micro) for micro in plan] for plan in collated]
+    def _run(self, collated: list[list[MicroBatch]]) -> list[_Update]:
+        # Until the first update the proximal policy is the current one, whose scores that update computes anyway.
+        proximal = [[self._proximal(micro) for micro in plan] if index else None for index, plan in enumerate(collated)]
         return [self._update(plan, policy) for plan, policy in zip(collated, proximal, strict=True)]
 
     @torch.no_grad()
@@ -205,7 +206,7 @@ class EmbeddedTrainer:
             return []
         ids, ones, zeros = list(tokens), [True] * len(tokens), [0.0] * len(tokens)
         with boundary(TrainError, f"log-probabilities of {len(ids)} tokens"):
-            micro = collate([Sample(ids, ones, zeros, zeros)], self._scorer.device)
+            micro = self._scorer.collate([Sample(ids, ones, zeros, zeros)])
             values: list[float] = self._scorer.score(micro, 1.0)[0][0].tolist()
         return values
 

@@ -14,7 +14,7 @@ import torch
 
 from rollart.data.trainers.scoring import Scorer
 from rollart.errors import TrainError
-from rollart.learn.batching import Sample, collate, cut_sample, micro_batches
+from rollart.learn.batching import Sample, cut_sample, micro_batches
 
 GRAD_CLIP = 1.0
 RAMP_FRACTION = 0.05
@@ -47,7 +47,8 @@ def warm_up(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * decay(step, steps)
-        losses.append(_step(scorer, optimizer, micro_batches(next(batches), micro_batch_tokens)))
+        plan = micro_batches(next(batches), micro_batch_tokens, scorer.packs)
+        losses.append(_step(scorer, optimizer, plan))
         progress(step + 1, losses[-1])
     return losses[0], losses[-1]
 
@@ -91,7 +92,7 @@ def _step(scorer: Scorer, optimizer: torch.optim.Optimizer, plan: list[list[Samp
     loss_sum = 0.0
     optimizer.zero_grad(set_to_none=True)
     for part in plan:
-        micro = collate(part, scorer.device)
+        micro = scorer.collate(part)
         loss = -(micro.advantages_BT * scorer.score(micro, 1.0)[0]).sum() / total
         loss.backward()
         loss_sum += float(loss.detach())

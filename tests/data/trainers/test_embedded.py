@@ -99,20 +99,24 @@ def test_minibatches_after_the_first_see_a_ratio(trainer_model):
     assert made.train_step(batch(made)).metrics["ratio"] != pytest.approx(1, abs=1e-4)
 
 
-def gradient_step(folder, budget):
+def gradient_step(folder, budget, **changes):
     """The weights after one step with plain, unclipped gradient sizes (Adam hides them: compare the norm too)."""
-    made = trainer(folder, micro_batch_tokens=budget, kl_coef=0.1, entropy_coef=0.1)
+    made = trainer(folder, micro_batch_tokens=budget, kl_coef=0.1, entropy_coef=0.1, **changes)
     return made.train_step(batch(made)), weights(made)
 
 
-def test_microbatches_accumulate_to_one_big_batch(trainer_model):
-    whole, whole_weights = gradient_step(trainer_model, 10_000)
-    cut, cut_weights = gradient_step(trainer_model, 7)
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("budget", [1, 16])
+def test_microbatches_accumulate_to_one_big_batch(trainer_model, loss, budget):
+    """Rows alone share nothing with others, some rows share their prompt, all together share what there is."""
+    whole, whole_weights = gradient_step(trainer_model, 10_000, loss=loss)
+    cut, cut_weights = gradient_step(trainer_model, budget, loss=loss)
+    assert whole.metrics["computed_fraction"] < cut.metrics["computed_fraction"] <= 1
     assert cut.loss == pytest.approx(whole.loss, abs=1e-6)
     assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     for name, tensor in whole_weights.items():
         torch.testing.assert_close(cut_weights[name], tensor, atol=2e-4, rtol=0)  # of a step of 1e-2
-    shared = set(whole.metrics) - {"padding_fraction"}
+    shared = set(whole.metrics) - {"padding_fraction", "computed_fraction"}
     for name in shared:
         assert cut.metrics[name] == pytest.approx(whole.metrics[name], abs=1e-5), name
 
