@@ -11,6 +11,7 @@ how a result is shown (`simulation.py`).
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,7 +74,10 @@ def simulate(
 
 
 def run(config: Config, trace: Path | None, json: Path | None) -> str:
-    """As `simulate`, with progress on stderr and the files that were asked for; the report. Raises RollartError."""
+    """As `simulate`, with progress on stderr and the files that were asked for; the report.
+
+    Raises RollartError; where a file could not be written in the end, the report is on stderr.
+    """
     timeline = Timeline() if trace is not None else None
     for path in (trace, json):
         if path is not None:
@@ -83,10 +87,14 @@ def run(config: Config, trace: Path | None, json: Path | None) -> str:
         print(f"rollart: step {step}/{config.steps}: {seconds:.1f} s of virtual time", file=sys.stderr)  # noqa: T201
 
     simulation = simulate(config, timeline, progress)
-    if trace is not None and timeline is not None:
-        _write(trace, msgspec.json.encode(timeline.to_chrome()))
-    if json is not None:
-        _write(json, to_json(simulation))
+    try:
+        if json is not None:
+            _write(json, to_json(simulation))
+        if trace is not None and timeline is not None:
+            _write(trace, msgspec.json.encode(timeline.to_chrome()))
+    except RunFolderError:
+        print(report(simulation), file=sys.stderr)  # noqa: T201  # minutes of work are not lost for a file
+        raise
     return report(simulation)
 
 
@@ -94,6 +102,10 @@ def _writable(path: Path) -> None:
     """Before minutes of work: can the file be written? Raises RunFolderError."""
     if not path.parent.is_dir():
         raise RunFolderError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise RunFolderError(f"{path}: it is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RunFolderError(f"{path}: may not be written")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -190,7 +202,7 @@ class Run:
         self._runtime = SimulatedRuntime(config, self._profile, self._model, self._tasks, self._timeline)
         async with started(config, "simulated", Path(), specs, Path(), {}, True, self._say, self._runtime) as workers:
             relax_collector()
-            self._runtime.check_faults()
+            self._runtime.check()
             loop = self._assemble(workers, specs)
             faults = asyncio.ensure_future(self._strike())
             try:

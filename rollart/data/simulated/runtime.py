@@ -126,8 +126,14 @@ class SimulatedRuntime:
         for worker in self.workers.values():
             worker.die("it was stopped")
 
-    def check_faults(self) -> None:
-        """Raises ConfigError where one of `simulate.faults` names nothing of this run. All workers are there."""
+    def check(self) -> None:
+        """Raises ConfigError where `simulate.prefill` or `faults` name nothing of this run. All workers are there."""
+        classes = list(dict.fromkeys(self.engine_classes().values()))
+        if (prefill := self._settings.prefill) and prefill not in classes:
+            hint = nearest(prefill, classes)
+            raise ConfigError(f"simulate.prefill: no worker of actor_gen is on class {prefill!r}{hint}")
+        if classes == [prefill]:
+            raise ConfigError(f"simulate.prefill: all workers of actor_gen are on {prefill!r}, and none decodes")
         pools, origins = accelerators(self._config), list(self.workers)
         for number, fault in enumerate(self._settings.faults):
             key = f"simulate.faults[{number}]"
@@ -243,7 +249,9 @@ def devices_of(config: Config, name: str) -> dict[str, tuple[int, ...]]:
     if pool.nodes:
         return {node: indices(f"{key}.nodes.{toml.key(node)}", text) for node, text in pool.nodes.items()}
     size = (config.simulate or SimulateConfig()).devices_per_node
-    count = len(indices(f"{key}.ids", pool.ids)) if pool.ids else pool.count or size
+    count = len(indices(f"{key}.ids", pool.ids)) if pool.ids else pool.count
+    if not count:
+        raise ConfigError(f"{key}.count: a simulated pool says how many devices it has; leave the table out for none")
     firsts = range(0, count, size)
     return {f"{name}-{number}": tuple(range(min(size, count - first))) for number, first in enumerate(firsts)}
 
