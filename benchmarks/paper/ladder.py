@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common import Row, Settings, config, homogeneous, main, run
+from common import Row, Settings, config, details, homogeneous, main, run
 
 MODELS = ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 STEPS = (
