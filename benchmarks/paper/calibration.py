@@ -8,8 +8,8 @@ it was taken; Sync+ fits both what it says of iterations with and without failur
 are those of the trajectory that ends last, which add up to the rollout. An iteration with a failure is one that takes
 another time than the same iteration where no reset fails.
 
-Affinity: 2 H800 against 6 H20, one task each; the paper does not say how many trajectories: 8, 16, 32 groups of 8 for
-GEM-math, 4, 8 and 12 for FrozenLake (of which 16 do not fit into the KV memory of 2 H800).
+Affinity: 2 H800 against 6 H20, one task each. The paper does not say how many trajectories: here 8, 16 and 32 groups of
+8 for GEM-math, 4, 8 and 12 for FrozenLake (16 do not fit into the KV memory of 2 H800).
 """
 
 from __future__ import annotations

@@ -247,9 +247,8 @@ def test_the_shipped_resets_have_the_papers_tail_and_failures() -> None:
     task = load_profile("paper").tasks["swe_bench"]
     rng = random.Random("resets")
     longest = fmean(task.reset_s.at(rng.random() ** (1 / 128)) for _ in range(20_000))  # of 128, by its distribution
-    assert (
-        0.146 * 365.7 < longest < 2 * 0.146 * 365.7
-    )  # the trajectory that ends last has a long reset, if not the longest
+    of_the_last = 0.146 * 365.7  # the trajectory that ends last has a long reset, if not the longest
+    assert of_the_last < longest < 2 * of_the_last
     assert task.reset_s.at(1 - 1e-4) > 200
     assert 1 - (1 - task.reset_failure_rate) ** 128 == pytest.approx(0.1, rel=0.02)
     rollout_s = 513.3 - (0.231 + 0.085) * 365.7
