@@ -197,7 +197,7 @@ def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.Capture
         "    set one with tasks.maze.options.size=4\n"
         "\n"
         "maths: Sums.\n"
-        "    not installed: pip install 'rollart[reasoning]'\n"
+        "    not installed; in rollart's checkout: pip install -e '.[reasoning]'\n"
     )
     assert main(["tasks", "maths"], FakeParts()) == 0
     assert "maze" not in capsys.readouterr().out

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from rollart.checks import check
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, to_install
 from rollart.types import RewardRequest
 
 AGAIN_S = 0.25
@@ -95,7 +95,7 @@ def _library() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ConfigError(f"rollart.rewards.math needs more packages: pip install 'rollart[math]' ({error})") from error
+        raise ConfigError(f"rollart.rewards.math needs more packages ({error}); {to_install('math')}") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
     _warm_up(math_verify)
     return math_verify

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from rollart.config import Config, nearest, serverless_of
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, to_install
 from rollart.imports import check_arguments, load_object
 from rollart.protocols import Env
 from rollart.sections import TaskConfig
@@ -127,7 +127,7 @@ def _definition(task: TaskConfig, name: str) -> TaskDefinition:
         names = [*BUILT_IN, *importlib.metadata.entry_points(group=GROUP).names, "module:Class"]
         raise ConfigError(f"{key}: unknown environment {env!r}{nearest(env, names)}")
     if not _is_available(definition):
-        raise ConfigError(f"{key}: {env!r} needs more packages: pip install 'rollart[{definition.extra}]'")
+        raise ConfigError(f"{key}: {env!r} needs more packages; {to_install(definition.extra)}")
     return definition
 
 
