@@ -33,7 +33,7 @@ from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
 from rollart.imports import load_object
 from rollart.sections import ServerlessConfig
-from rollart.tasks.registry import OF_MODULES, reward_url
+from rollart.tasks.registry import OF_MODULES, reward_scheme, reward_url
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def check_urls(config: Config) -> None:
     """Every URL of rewards and fallbacks in a config. Raises ConfigError."""
     for name, task in config.tasks.items():
         table = serverless_of(config, name)
-        if url := reward_url(task, name):
+        if url := reward_url(task, name, reward_scheme(config)):
             _check_place(check_url(url, f"tasks.{name}.reward"), f"tasks.{name}.reward", table)
         if table.fallback:
             fallback = check_url(table.fallback, f"serverless.{name}.fallback")
