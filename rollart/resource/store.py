@@ -279,7 +279,8 @@ class RedisStore:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        with boundary(ResourceError, f"metadata store {self._where}"):
+        hint = "(is Redis running there, and does resources.store name its host, port and password?)"
+        with boundary(ResourceError, f"metadata store {self._where} {hint}"):
             yield
 
 
