@@ -54,7 +54,8 @@ process of the function.
 
   curl -H 'Content-Type: application/json' -d '{"args": [1, 2]}' http://127.0.0.1:8000/
 
-/health, /ready and /openapi.json say the rest; serverless_url = "http://127.0.0.1:8000" in a config calls it."""
+/health, /ready and /openapi.json say the rest. A run calls it with reward = "http://127.0.0.1:8000" in the task's
+table, [tasks.NAME]; the event is then {"args": [TRAJECTORY]}."""
 SIMULATING = """\
 Runs the control plane of `rollart train` under a virtual clock: engines, environments, rewards, trainer are models of
 the devices in [pools] and of the workload that [simulate] names. Prints step time and where it goes, throughput,

@@ -233,7 +233,11 @@ def _pools(parts: Parts, words: list[str], repair: str) -> int:
 
     config = _load(words)
     parts.specs(config)
-    print(pools(parts.pools(config, repair)))
+    rows = parts.pools(config, repair)
+    if repair:
+        names = ", ".join(sorted({row.pool for row in rows if row.node == repair}))
+        print(f"repaired: the devices of {repair} in {names or 'no pool'} count as working again")
+    print(pools(rows))
     return 0
 
 

@@ -28,6 +28,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def to_install(extra: str) -> str:
+    """How an extra gets here, for errors: the package is not on PyPI, and Ray has an environment of its own."""
+    if extra == "ray":
+        return "in rollart's checkout: make env-ray, then .venv-ray/bin/rollart instead of rollart"
+    return f"in rollart's checkout: pip install -e '.[{extra}]'"
+
+
 class RollartError(Exception):
     """Root of everything that rollart raises on purpose."""
 

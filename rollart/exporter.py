@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollart.data.serverless.meter import BOUNDS_S, Usage
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, to_install
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -64,7 +64,7 @@ class Exporter:
         try:
             import prometheus_client
         except ImportError as error:
-            raise ConfigError("log.prometheus needs one more package: pip install 'rollart[prometheus]'") from error
+            raise ConfigError(f"log.prometheus needs one more package; {to_install('prometheus')}") from error
         host, port = parse(address)
         self._metrics, self._functions = metrics, functions
         registry = prometheus_client.CollectorRegistry()

@@ -217,7 +217,7 @@ class _Run:
         ):
             weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
             self._view.say("starting workers")
-            path, say = self._folder.path, self._view.say
+            path, say = self._folder.path, self._announce
             async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
                 await self._prepare(workers, specs, model)
                 await self._train(workers, specs, model)
@@ -307,9 +307,7 @@ class _Run:
         )
         watching = [asyncio.ensure_future(observer.watch())]
         if _scales(config):
-            scaler = EnvironmentScaler(
-                workers, proxy.stats, ledger.clock.counts, supervisor.watch, self._decided(workers.decide)
-            )
+            scaler = EnvironmentScaler(workers, proxy.stats, ledger.clock.counts, supervisor.watch, workers.decide)
             watching.append(asyncio.ensure_future(scaler.run()))
         try:
             await self._loop.run()
@@ -317,15 +315,6 @@ class _Run:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-
-    def _decided(self, tell: Callable[[str], None]) -> Callable[[str], None]:
-        """A decision is shown, kept for the summary, and logged."""
-
-        def decided(line: str) -> None:
-            tell(line)
-            self._folder.log(line)
-
-        return decided
 
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:

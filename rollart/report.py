@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollart.config import Config, limits, unshardable
+from rollart.errors import to_install
 from rollart.types import TaskSpec
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def described(task: TaskInfo) -> str:
     """A task, its options, and how to set them."""
     lines = [f"{task.name}: {task.summary}"]
     if not task.available:
-        lines.append(f"    not installed: pip install 'rollart[{task.extra}]'")
+        lines.append(f"    not installed; {to_install(task.extra)}")
     for option in task.options:
         lines += _option(option)
     if task.options:

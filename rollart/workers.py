@@ -36,6 +36,7 @@ from rollart.resource.pool import PoolRow
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
 from rollart.shard import RemoteShard
+from rollart.tasks.registry import reward_scheme
 from rollart.types import Binding, EnvironmentCost, TaskSpec
 
 TARGETS = {
@@ -353,7 +354,7 @@ def _recipes(
         "reward": lambda _: {
             "tasks": tasks,
             "serverless": {name: msgspec.to_builtins(serverless_of(config, name)) for name in tasks},
-            "scheme": "thread" if config.runtime == "inline" else "local",
+            "scheme": reward_scheme(config),
         },
         "rollout": lambda _: {
             "config": to_dict(config),

@@ -197,7 +197,7 @@ def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.Capture
         "    set one with tasks.maze.options.size=4\n"
         "\n"
         "maths: Sums.\n"
-        "    not installed: pip install 'rollart[reasoning]'\n"
+        "    not installed; in rollart's checkout: pip install -e '.[reasoning]'\n"
     )
     assert main(["tasks", "maths"], FakeParts()) == 0
     assert "maze" not in capsys.readouterr().out
@@ -209,6 +209,8 @@ def test_pools_shows_devices_and_their_holders_as_a_table(toml: str, capsys: pyt
         "POOL  CLASS  NODE       DEVICES  FREE  FAILED  COST  HELD BY",
         "CPU   CPU    localhost  2        2     0       1     someone/inference-0",
     ]
+    assert main(["pools", toml, "--repair", "localhost"], FakeParts()) == 0
+    assert capsys.readouterr().out.startswith("repaired: the devices of localhost in CPU count as working again\nPOOL")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from rollart.data.ray_actor import Actor
 from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info
 from rollart.data.runtime import last_output
 from rollart.data.wire import Answer, encode
-from rollart.errors import ConfigError, ResourceError, WorkerDied, WorkerError, boundary
+from rollart.errors import ConfigError, ResourceError, WorkerDied, WorkerError, boundary, to_install
 from rollart.protocols import WorkerHandle
 from rollart.types import Binding, NodeInfo
 
@@ -98,7 +98,7 @@ def _imported() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise ConfigError('runtime: "ray" needs the extra: pip install "rollart[ray]"') from None
+        raise ConfigError(f'runtime: "ray" needs an extra; {to_install("ray")}') from None
     finally:
         if kept is None:
             del os.environ[LOOPBACK]

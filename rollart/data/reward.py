@@ -44,7 +44,7 @@ class RewardWorker:
         tables = {name: msgspec.convert(table, ServerlessConfig) for name, table in (serverless or {}).items()}
         self._functions: dict[str, Function] = {}
         for name, config in configs.items():
-            if url := reward_url(config, name):
+            if url := reward_url(config, name, scheme):
                 table = tables.get(name, ServerlessConfig())
                 self._functions[name] = _open(name, url if "://" in url else f"{scheme}://{url}", config, table)
 

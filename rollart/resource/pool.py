@@ -313,4 +313,15 @@ def _place(pool: str, node: str) -> str:
 
 def _differs(known: PoolSpec, spec: PoolSpec) -> str:
     names = [name for name in spec.__struct_fields__ if getattr(known, name) != getattr(spec, name)]
-    return ", ".join(f"{name} {getattr(known, name)!r} there, {getattr(spec, name)!r} here" for name in names)
+    return ", ".join(
+        f"{name} {_shown(getattr(known, name))} there, {_shown(getattr(spec, name))} here" for name in names
+    )
+
+
+def _shown(value: object) -> str:
+    """As a config has it: nodes with the ids of their devices, classes by name."""
+    if isinstance(value, dict):
+        return "; ".join(f"{node} {','.join(map(str, devices))}" for node, devices in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, field
 
-from rollart.errors import ConfigError, ResourceError, boundary
+from rollart.errors import ConfigError, ResourceError, boundary, to_install
 
 REDIS_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 5.0
@@ -235,7 +235,7 @@ class RedisStore:
         try:
             redis = importlib.import_module("redis")
         except ImportError:
-            raise ConfigError("resources.store: Redis needs the extra: pip install 'rollart[redis]'") from None
+            raise ConfigError(f"resources.store: Redis needs an extra; {to_install('redis')}") from None
         self._where = _without_password(url)
         with self._reached():
             self._client: Any = redis.Redis.from_url(
@@ -279,7 +279,8 @@ class RedisStore:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        with boundary(ResourceError, f"metadata store {self._where}"):
+        hint = "(is Redis running there, and does resources.store name its host, port and password?)"
+        with boundary(ResourceError, f"metadata store {self._where} {hint}"):
             yield
 
 

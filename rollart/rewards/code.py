@@ -12,7 +12,7 @@ import functools
 import re
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
@@ -46,6 +46,8 @@ class Code(Struct, frozen=True, kw_only=True):
     ConfigError without bubblewrap.
     """
 
+    scope: ClassVar[str] = "trajectory"
+
     tests: str = "tests"
     """Key of the tests in what the environment said (`info`): one test, or a list."""
     language: Literal["python"] = "python"
@@ -58,8 +60,13 @@ class Code(Struct, frozen=True, kw_only=True):
     processes: Annotated[int, Meta(ge=1)] = 16
     """Processes and threads at once."""
 
+    @staticmethod
+    def check_options(options: dict[str, Any], key: str) -> None:
+        """Raises ConfigError."""
+        check(Code, options, f"{key}.")
+
     def __post_init__(self) -> None:
-        check(Code, asdict(self), "reward_options.")
+        self.check_options(asdict(self), "reward_options")
         _sandbox(self.timeout_s, self.memory_bytes, self.processes)
 
     def __call__(self, request: RewardRequest) -> float:

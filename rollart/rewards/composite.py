@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollart.errors import ConfigError
-from rollart.rewards.part import Base, Part, read
+from rollart.rewards.part import Base, Part, checked, read
 from rollart.types import RewardRequest
 
 
@@ -31,10 +31,16 @@ class Composite:
     Raises ConfigError for parts that cannot be built.
     """
 
+    scope = "trajectory"
+
+    @staticmethod
+    def check_options(options: dict[str, Any], key: str) -> None:
+        """Raises ConfigError."""
+        for part, where in _read(options["parts"], f"{key}.parts"):
+            checked(part, where)
+
     def __init__(self, *, parts: list[dict[str, Any]]) -> None:
-        if not isinstance(parts, list) or not parts:
-            raise ConfigError('reward_options.parts: expected a list such as [{ reward = "module:name" }]')
-        self._parts = [_part(table, f"reward_options.parts[{index}]") for index, table in enumerate(parts)]
+        self._parts = [(part, _call(part, key)) for part, key in _read(parts, "reward_options.parts")]
 
     def __call__(self, request: RewardRequest) -> float:
         """The reward of one trajectory. Raises RewardError that names the part at fault."""
@@ -47,13 +53,24 @@ class Composite:
         return total
 
 
-def _part(table: dict[str, Any], key: str) -> tuple[CompositePart, Part]:
+def _read(parts: list[dict[str, Any]], key: str) -> list[tuple[CompositePart, str]]:
+    """The parts, each with its key. Raises ConfigError."""
+    if not isinstance(parts, list) or not parts:
+        raise ConfigError(f'{key}: expected a list such as [{{ reward = "module:name" }}]')
+    return [(_part(table, f"{key}[{index}]"), f"{key}[{index}]") for index, table in enumerate(parts)]
+
+
+def _part(table: dict[str, Any], key: str) -> CompositePart:
     part: CompositePart = read(CompositePart, table, key)
     if part.threshold is not None and not part.gate:
         raise ConfigError(f"{key}.threshold: only a gate has one; add gate = true")
+    return part
+
+
+def _call(part: CompositePart, key: str) -> Part:
     call = Part(part, key)
     call.name = part.name or part.reward
-    return part, call
+    return call
 
 
 def _is_open(part: CompositePart, value: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollart.rewards.part import Base, Part, read
+from rollart.rewards.part import Base, Part, checked, read
 from rollart.types import RewardRequest
 
 
@@ -18,6 +18,13 @@ class Rank:
     r_i = (|{j : v_j < v_i}| + |{j != i : v_j = v_i}| / 2) / (n - 1), and 1/2 for a group of one. It keeps the order of
     a base reward whose scale means little, such as a judge's.
     """
+
+    scope = "group"
+
+    @staticmethod
+    def check_options(options: dict[str, Any], key: str) -> None:
+        """Raises ConfigError."""
+        checked(read(Base, options["base"], f"{key}.base"), f"{key}.base")
 
     def __init__(self, *, base: dict[str, Any]) -> None:
         self._base = _base(base)
@@ -35,6 +42,9 @@ class Length:
     where all are equally long. Length is counted in characters of the responses; Kimi k1.5 (arXiv 2501.12599), whose
     length penalty this is, counts tokens.
     """
+
+    scope = "group"
+    check_options = staticmethod(Rank.check_options)
 
     def __init__(self, *, base: dict[str, Any], weight: float = 0.5, correct: float = 1.0) -> None:
         self._base = _base(base)

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import httpx2
 from msgspec import Meta, Struct, field
@@ -51,6 +51,8 @@ from {low:g} (worst) to {high:g} (best)."""
 class Judge(Struct, frozen=True, kw_only=True):
     """The judge's score, mapped from `scale` to 0..1. Raises ConfigError."""
 
+    scope: ClassVar[str] = "trajectory"
+
     url: str
     """Of the API, as far as /chat/completions, such as http://host:8000/v1."""
     model: str
@@ -74,14 +76,20 @@ class Judge(Struct, frozen=True, kw_only=True):
     max_cache_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Beyond it the verdicts that nobody asked for longest go; 0 keeps none."""
 
+    @staticmethod
+    def check_options(options: dict[str, Any], key: str) -> None:
+        """All but the key, which may be set only where the judge is called. Raises ConfigError."""
+        check(Judge, options, f"{key}.")
+        url, scale = options["url"], options.get("scale", [0.0, 10.0])
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{key}.url: {url!r} is no URL; write it as https://host/v1")
+        if not options["rubric"].strip() or not options["model"]:
+            raise ConfigError(f"{key}: a judge needs a model and a rubric that says what is good")
+        if len(scale) != 2 or not scale[0] < scale[1]:
+            raise ConfigError(f"{key}.scale: expected worst and best such as [0, 10], got {scale}")
+
     def __post_init__(self) -> None:
-        check(Judge, asdict(self), "reward_options.")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"reward_options.url: {self.url!r} is no URL; write it as https://host/v1")
-        if not self.rubric.strip() or not self.model:
-            raise ConfigError("reward_options: a judge needs a model and a rubric that says what is good")
-        if len(self.scale) != 2 or not self.scale[0] < self.scale[1]:
-            raise ConfigError(f"reward_options.scale: expected worst and best such as [0, 10], got {self.scale}")
+        self.check_options(asdict(self), "reward_options")
         self._key()
 
     def __call__(self, request: RewardRequest) -> float:

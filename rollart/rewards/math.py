@@ -15,13 +15,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from rollart.checks import check
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, to_install
 from rollart.types import RewardRequest
 
 AGAIN_S = 0.25
@@ -34,6 +34,9 @@ class Math(Struct, frozen=True, kw_only=True):
     The answer is the last `\\boxed{...}`, formula or number, as math-verify finds it.
     """
 
+    scope: ClassVar[str] = "trajectory"
+    needs_main_thread: ClassVar[bool] = True
+
     answer: str = "answer"
     """Key of the expected answer in what the environment said (`info`): LaTeX, text or a number."""
     max_chars: Annotated[int, Meta(ge=1)] = 2000
@@ -43,8 +46,13 @@ class Math(Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0)] = 3.0
     """Processor time of one verification."""
 
+    @staticmethod
+    def check_options(options: dict[str, Any], key: str) -> None:
+        """Raises ConfigError."""
+        check(Math, options, f"{key}.")
+
     def __post_init__(self) -> None:
-        check(Math, asdict(self), "reward_options.")
+        self.check_options(asdict(self), "reward_options")
         _library()
 
     def __call__(self, request: RewardRequest) -> float:
@@ -95,7 +103,7 @@ def _library() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ConfigError(f"rollart.rewards.math needs more packages: pip install 'rollart[math]' ({error})") from error
+        raise ConfigError(f"rollart.rewards.math needs more packages ({error}); {to_install('math')}") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
     _warm_up(math_verify)
     return math_verify

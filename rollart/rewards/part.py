@@ -17,7 +17,7 @@ from msgspec import Struct, convert, field
 
 from rollart.checks import check
 from rollart.errors import ConfigError, RewardError, said
-from rollart.imports import load_object
+from rollart.imports import check_arguments, load_object
 from rollart.types import RewardRequest
 
 
@@ -48,14 +48,23 @@ class Part:
         return float(value)
 
 
-def build(base: Base, key: str) -> Callable[[RewardRequest], Any]:
-    """The function, or what its class makes of the options. Raises ConfigError, beginning with `key`."""
+def checked(base: Base, key: str) -> Callable[..., Any]:
+    """What `reward` names, with options that it can take. Raises ConfigError, beginning with `key`."""
     found = load_object(base.reward, f"{key}.reward")
     if not callable(found):
         raise ConfigError(f"{key}.reward: {base.reward!r} is a {type(found).__name__}, which cannot be called")
+    check_arguments(found, base.options, f"{key}.options", base.reward)
+    if getattr(found, "scope", "trajectory") != "trajectory":
+        raise ConfigError(f"{key}.reward: {base.reward!r} scores whole groups, and cannot be part of a reward")
+    if check_options := getattr(found, "check_options", None):
+        check_options(base.options, f"{key}.options")
+    return cast("Callable[..., Any]", found)
+
+
+def build(base: Base, key: str) -> Callable[[RewardRequest], Any]:
+    """The function, or what its class makes of the options. Raises ConfigError, beginning with `key`."""
+    found = checked(base, key)
     if not inspect.isclass(found):
-        if base.options:
-            raise ConfigError(f"{key}.options: {base.reward!r} is a plain function, which takes none; write a class")
         return cast("Callable[[RewardRequest], Any]", found)
     try:
         return cast("Callable[[RewardRequest], Any]", found(**base.options))

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from rollart.config import Config, nearest, serverless_of
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, to_install
 from rollart.imports import check_arguments, load_object
 from rollart.protocols import Env
 from rollart.sections import TaskConfig
@@ -85,10 +85,17 @@ def make_env(task: TaskConfig, name: str = "") -> Env:
     return factory(task, name)()
 
 
-def reward_url(task: TaskConfig, name: str = "") -> str:
+def reward_scheme(config: Config) -> str:
+    """Where functions run that are named without a scheme."""
+    return "thread" if config.runtime == "inline" else "local"
+
+
+def reward_url(task: TaskConfig, name: str = "", default_scheme: str = "local") -> str:
     """Where the function is that scores the task's trajectories; "" where the sum of step rewards does.
 
-    A `module:function` comes back as it is, after a look whether it exists here. Raises ConfigError.
+    A `module:function` comes back as it is, after a look whether it exists here and can run there: its attributes
+    `scope` ("group" or "trajectory") and `needs_main_thread`, and its `check_options(options, key)`, say what it needs
+    where it has them. Raises ConfigError.
     """
     url = task.reward or _definition(task, name).reward
     scheme, separator, rest = url.partition("://")
@@ -99,7 +106,22 @@ def reward_url(task: TaskConfig, name: str = "") -> str:
         if not callable(function) or makes_nothing:
             raise ConfigError(f"tasks.{name}.reward: {url!r} is {function!r}, which cannot be called")
         check_arguments(function, task.reward_options, f"tasks.{name}.reward_options", url)
+        _check_needs(function, task, f"tasks.{name}.reward", scheme if separator else default_scheme)
     return url
+
+
+def _check_needs(function: Any, task: TaskConfig, key: str, scheme: str) -> None:
+    shown = task.reward or getattr(function, "__name__", "")
+    if (scope := getattr(function, "scope", task.reward_scope)) != task.reward_scope:
+        wants = "whole groups" if scope == "group" else "single trajectories"
+        raise ConfigError(f'{key}: {shown!r} scores {wants}; set {key}_scope = "{scope}"')
+    if scheme == "thread" and getattr(function, "needs_main_thread", False):
+        raise ConfigError(
+            f"{key}: {shown!r} needs the main thread of a process, and on thread:// (runtime inline without a scheme "
+            "too) it has none; write local:// before it"
+        )
+    if check_options := getattr(function, "check_options", None):
+        check_options(task.reward_options, f"{key}_options")
 
 
 def describe() -> list[TaskInfo]:
@@ -127,7 +149,7 @@ def _definition(task: TaskConfig, name: str) -> TaskDefinition:
         names = [*BUILT_IN, *importlib.metadata.entry_points(group=GROUP).names, "module:Class"]
         raise ConfigError(f"{key}: unknown environment {env!r}{nearest(env, names)}")
     if not _is_available(definition):
-        raise ConfigError(f"{key}: {env!r} needs more packages: pip install 'rollart[{definition.extra}]'")
+        raise ConfigError(f"{key}: {env!r} needs more packages; {to_install(definition.extra)}")
     return definition
 
 
@@ -185,7 +207,7 @@ def _spec(config: Config, task: TaskConfig, name: str) -> TaskSpec:
         max_tokens=max_tokens,
         stop=tuple(task.stop),
         system_prompt=definition.system_prompt if task.system_prompt is None else task.system_prompt,
-        has_reward=bool(reward_url(task, name)),
+        has_reward=bool(reward_url(task, name, reward_scheme(config))),
         reward_scope=task.reward_scope,
         reset_timeout_s=task.reset_timeout_s,
         step_timeout_s=task.step_timeout_s,

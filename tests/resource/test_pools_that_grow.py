@@ -23,7 +23,9 @@ def test_a_node_that_joins_is_added_and_one_that_is_lost_stays_lost() -> None:
 def test_a_node_with_other_devices_is_refused_and_nothing_changes() -> None:
     pools = Pools([h20(one=2)])
     pools.bind("first/w", "actor_gen", "H20")
-    with pytest.raises(ConfigError, match=r"pools\.H20: this store has a pool of that name that differs \(nodes"):
+    with pytest.raises(
+        ConfigError, match=r"pools\.H20: this store has a pool of that name that differs \(nodes one 0,1 there, "
+    ):
         pools.declare([h20(one=3, two=1)])
     with pytest.raises(ConfigError, match="cost"):
         pools.declare([PoolSpec("H20", "H20", {"one": (0, 1)}, cost=2.0)])

@@ -119,7 +119,7 @@ def test_of_many_writers_at_once_each_revision_is_won_by_one(url: str) -> None:
 
 @pytest.mark.parametrize(("bad", "kind", "line"), [
     ("etcd://somewhere", ConfigError, "resources.store: 'etcd://somewhere' is not a store"),
-    ("redis://127.0.0.1:1/0", ResourceError, "metadata store redis://127.0.0.1:1/0: ConnectionError"),
+    ("redis://127.0.0.1:1/0", ResourceError, "redis://127.0.0.1:1/0 (is Redis running there"),
     ("file:/proc/nowhere", ResourceError, "metadata store /proc/nowhere"),
 ])  # fmt: skip
 def test_a_store_that_is_not_there_is_named(bad: str, kind: type[Exception], line: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config import parse
+from rollart.data.serverless.registry import check_urls
 from rollart.errors import ConfigError
 from rollart.sections import TaskConfig
 from rollart.tasks.registry import reward_url
@@ -35,3 +36,51 @@ def test_a_wrong_or_missing_option_of_a_class_is_known_before_a_run(options, com
     task = TaskConfig(env="sorting", reward="rollart.rewards.judge:Judge", reward_options=options)
     with pytest.raises(ConfigError, match=f"tasks.t.reward_options{complaint}"):
         reward_url(task, "t")
+
+
+BASE = {"base": {"reward": "rollart.rewards.rule:sorting"}}
+JUDGE = {"url": "judge.example/v1", "model": "m", "rubric": "r"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "more", "complaint"),
+    [
+        ("group:Rank", BASE, {}, 'tasks.t.reward: .*Rank.* scores whole groups; set tasks.t.reward_scope = "group"'),
+        ("group:Length", BASE, {}, "Length.* scores whole groups"),
+        ("math:Math", {}, {"reward_scope": "group"}, "Math.* scores single trajectories"),
+        ("math:Math", {"max_chars": "many"}, {}, "tasks.t.reward_options.max_chars: expected a whole number"),
+        ("code:Code", {"timeout_s": 0}, {}, "tasks.t.reward_options.timeout_s: "),
+        ("judge:Judge", JUDGE, {}, "tasks.t.reward_options.url: 'judge.example/v1' is no URL"),
+        (
+            "judge:Judge",
+            JUDGE | {"url": "http://h", "scale": [1, 0]},
+            {},
+            "tasks.t.reward_options.scale: expected worst",
+        ),
+        (
+            "composite:Composite",
+            {"parts": [{"reward": "rollart.rewards.judge:Judge", "options": JUDGE}]},
+            {},
+            r"tasks.t.reward_options.parts\[0\].options.url: ",
+        ),
+        (
+            "group:Rank",
+            {"base": {"reward": "rollart.rewards.group:Rank", "options": BASE}},
+            {"reward_scope": "group"},
+            "tasks.t.reward_options.base.reward: .* cannot be part of a reward",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_work_as_it_is_named_is_known_before_a_run(reward, options, more, complaint):
+    task = TaskConfig(env="sorting", reward=f"rollart.rewards.{reward}", reward_options=options, **more)
+    with pytest.raises(ConfigError, match=complaint):
+        reward_url(task, "t")
+
+
+@pytest.mark.parametrize(
+    ("url", "runtime"), [("thread://rollart.rewards.math:Math", "local"), ("rollart.rewards.math:Math", "inline")]
+)
+def test_a_reward_that_needs_a_main_thread_is_refused_where_there_is_none(url, runtime):
+    with pytest.raises(ConfigError, match=r"tasks.sorting.reward: .* needs the main thread .*write local:// before it"):
+        check_urls(parse(f"runtime = '{runtime}'\n[tasks.sorting]\nreward = '{url}'"))
+    check_urls(parse(f"runtime = '{runtime}'\n[tasks.sorting]\nreward = 'local://rollart.rewards.math:Math'"))

@@ -77,7 +77,7 @@ def test_a_missing_extra_is_named_with_its_installation(task, package):
         __import__(package)
     except ImportError:
         options = "options={id='x'}" if task == "gem" else ""
-        with pytest.raises(ConfigError, match=rf"pip install 'rollart\[{task}\]'"):
+        with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{task}\]'"):
             registry.specs(parse(f"[tasks.{task}]\n{options}"))
     else:
         assert next(info for info in registry.describe() if info.name == task).available

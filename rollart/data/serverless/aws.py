@@ -35,7 +35,7 @@ from rollart.data.serverless.cloud import (
 )
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.lanes import Lanes
-from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout
+from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout, to_install
 
 LIMIT = "Lambda takes 6,291,456 bytes per call"
 AGAIN = ("ResourceConflictException", "SnapStartNotReadyException", "ResourceNotReadyException")
@@ -71,11 +71,11 @@ class LambdaEndpoint:
         try:
             self._boto3 = importlib.import_module("boto3")
         except ImportError:
-            raise ConfigError('lambda:// needs the extra: pip install "rollart[lambda]"') from None
+            raise ConfigError(f"lambda:// needs an extra; {to_install('lambda')}") from None
         self._errors = importlib.import_module("botocore.exceptions")
         self._session: Any = self._boto3.Session(region_name=self._options.get("region"))
         if not self._session.region_name:
-            raise ConfigError(f"serverless_url {url!r}: names no region; add ?region=eu-west-1, or set AWS_REGION")
+            raise ConfigError(f"{url!r}: names no region; add ?region=eu-west-1, or set AWS_REGION")
         self._clients: dict[float, Any] = {}
         self._making = threading.Lock()
         self._lanes = Lanes(self._url)

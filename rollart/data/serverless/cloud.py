@@ -34,16 +34,16 @@ def parsed(url: str, known: Set[str]) -> tuple[str, dict[str, str]]:
     try:
         pairs = parse_qsl(query, strict_parsing=bool(query))
     except ValueError as error:
-        raise ConfigError(f"serverless_url {url!r}: {error}") from error
+        raise ConfigError(f"{url!r}: {error}") from error
     if not name:
-        raise ConfigError(f"serverless_url {url!r}: names no function")
+        raise ConfigError(f"{url!r}: names no function")
     options = dict(pairs)
     for key in options:
         if key not in known:
-            raise ConfigError(f"serverless_url {url!r}: option {not_a_choice(key, sorted(known))}")
+            raise ConfigError(f"{url!r}: option {not_a_choice(key, sorted(known))}")
     endpoint = options.get("endpoint", "")
     if endpoint and not re.fullmatch(r"https?://[^/@?#]+/?", endpoint):
-        raise ConfigError(f"serverless_url {url!r}: endpoint is https://host or http://host:port, and holds no secret")
+        raise ConfigError(f"{url!r}: endpoint is https://host or http://host:port, and holds no secret")
     return name, options
 
 

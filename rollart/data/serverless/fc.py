@@ -24,7 +24,7 @@ from typing import Any
 from rollart.data.serverless.cloud import CONCURRENCY, CONNECT_TIMEOUT_S, fault, keyed, parsed, shortened, spent
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.lanes import Lanes
-from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout
+from rollart.errors import ConfigError, EndpointBusy, EndpointError, FunctionError, FunctionTimeout, to_install
 
 LIMIT = "Function Compute takes 32 MB per call"
 CREDENTIALS = (
@@ -53,7 +53,7 @@ class FunctionComputeEndpoint:
         try:
             client = importlib.import_module("alibabacloud_fc20230330.client")
         except ImportError:
-            raise ConfigError('fc:// needs the extra: pip install "rollart[fc]"') from None
+            raise ConfigError(f"fc:// needs an extra; {to_install('fc')}") from None
         self._models = importlib.import_module("alibabacloud_fc20230330.models")
         self._options = importlib.import_module("darabonba.runtime").RuntimeOptions
         self._faults = importlib.import_module("darabonba.exceptions")
@@ -133,11 +133,11 @@ def _place(url: str) -> tuple[str, str, str, str | None]:
     name, options = parsed(url, {"region", "endpoint", "qualifier"})
     account, _, function = name.partition("/")
     if not re.fullmatch(r"\d+", account) or not re.fullmatch(r"[\w-]+", function):
-        raise ConfigError(f"serverless_url {url!r}: write it as fc://ACCOUNT_ID/FUNCTION?region=cn-hangzhou")
+        raise ConfigError(f"{url!r}: write it as fc://ACCOUNT_ID/FUNCTION?region=cn-hangzhou")
     if endpoint := options.get("endpoint"):
         protocol, _, host = endpoint.rstrip("/").partition("://")
     elif region := options.get("region"):
         protocol, host = "https", f"{account}.{region}.fc.aliyuncs.com"
     else:
-        raise ConfigError(f"serverless_url {url!r}: names no region; add ?region=cn-hangzhou")
+        raise ConfigError(f"{url!r}: names no region; add ?region=cn-hangzhou")
     return function, protocol.upper(), host, options.get("qualifier")

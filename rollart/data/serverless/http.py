@@ -48,13 +48,13 @@ class HttpEndpoint:
             parts = urlsplit(url)
             usable = bool(parts.hostname) and (parts.port is None or parts.port > 0)
         except ValueError as error:
-            raise ConfigError(f"serverless_url {url!r}: {error}") from error
+            raise ConfigError(f"{url!r}: {error}") from error
         if not usable or parts.username is not None:
-            raise ConfigError(f"serverless_url {url!r}: write it as https://host/path; a token goes into token_env")
+            raise ConfigError(f"{url!r}: write it as https://host/path; a token goes into token_env")
         self._headers = {"Content-Type": f"application/{options.media}", "Accept": f"application/{options.media}"}
         if options.token_env:
             if not (token := os.environ.get(options.token_env)):
-                raise ConfigError(f"serverless {url}: token_env names {options.token_env}, which is not set")
+                raise ConfigError(f"{url!r}: token_env names {options.token_env}, which is not set")
             self._headers["Authorization"] = f"Bearer {token}"
         self._client: httpx2.AsyncClient | None = None
 

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
@@ -79,22 +80,34 @@ def _sort(name: str, found: Closure) -> Path | None:
     if top in sys.stdlib_module_names:
         return None
     file = _file(name)
-    if file is not None and (top == "rollart" or not _installed(file)):
-        return file if file.suffix == ".py" else None
+    if _travels(name):
+        return file if file is not None and file.suffix == ".py" else None
     if distributions := _distributions().get(top):
         found.requirements.update(f"{each}=={version(each)}" for each in set(distributions))
-    elif _file(top) is None:
+    elif _spec(top) is None:
         found.missing.add(top)
     return None
 
 
+def _travels(name: str) -> bool:
+    """Whether a module, or for what is no module the one that holds it, is copied, however it came to be here."""
+    parts = name.split(".")
+    holders = (_file(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    file = next((each for each in holders if each is not None), None)
+    return file is not None and (parts[0] == "rollart" or not _installed(file))
+
+
 def _file(name: str) -> Path | None:
     """A module's file; None for what is no module, such as the function of `from module import function`."""
+    spec = _spec(name)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _spec(name: str) -> ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name)
     except (ImportError, AttributeError, ValueError):
         return None
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _installed(file: Path) -> bool:

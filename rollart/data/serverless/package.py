@@ -47,14 +47,15 @@ TARGETS = {
         "docker push REGISTRY/$name && kubectl apply -f $out/service.yaml",
         "the URL that `kubectl get ksvc $name` shows",
     ),
-    "lambda": Target(("lambda",), (), "cd $out && sam build && sam deploy --guided", "lambda://$name"),
-    "fc": Target(("fc",), (), "cd $out && s build && s deploy", "fc://$name"),
+    "lambda": Target(("lambda",), (), "cd $out && sam build && sam deploy --guided", "lambda://$name?region=REGION"),
+    "fc": Target(("fc",), (), "cd $out && s build && s deploy", "fc://ACCOUNT_ID/$name?region=cn-hangzhou"),
 }
 README = """\
 $target for $kind, written by rollart $version.
 
 Next:  $next
-Then, in a config:  serverless_url = "$url"
+Then, in a config, under [tasks.NAME]:  reward = "$url"
+(In a Worker of your own the same URL is the serverless_url of @rdist.register_serverless.)
 
 Assumed
 - The function's modules are those that its imports name:

@@ -24,7 +24,7 @@ from rollart.data.ray_runtime import BULK_BYTES, Connection, address_of
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import Handler, make_handler
 from rollart.data.targets import named
-from rollart.errors import ConfigError, EndpointError, FunctionError, FunctionTimeout, ResourceError
+from rollart.errors import ConfigError, EndpointError, FunctionError, FunctionTimeout, ResourceError, to_install
 
 CONCURRENCY = 256
 """Tasks at once, running or waiting for a core."""
@@ -44,7 +44,7 @@ class RayEndpoint:
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError('ray:// needs the extra: pip install "rollart[ray]"')
+            raise ConfigError(f"ray:// needs an extra; {to_install('ray')}")
         address_of(os.environ)
         self.concurrency = options.max_concurrency or CONCURRENCY
         self._target = url.removeprefix("ray://")

@@ -3,8 +3,8 @@
     local://module:function     processes of this machine, from none to a limit and back
     thread://module:function    a thread of the calling process: no isolation, nothing to start; for debugging
     http://host/path            any HTTP function (https:// too)
-    lambda://name               AWS Lambda
-    fc://account/name           Alibaba Function Compute
+    lambda://name?region=       AWS Lambda
+    fc://account/name?region=   Alibaba Function Compute
     ray://module:function       Ray tasks
 
 A further scheme is a class with the constructor `(url: str, options: EndpointOptions)` that follows
@@ -33,7 +33,7 @@ from rollart.declarations import declared_methods
 from rollart.errors import ConfigError
 from rollart.imports import load_object
 from rollart.sections import ServerlessConfig
-from rollart.tasks.registry import OF_MODULES, reward_url
+from rollart.tasks.registry import OF_MODULES, reward_scheme, reward_url
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def check_urls(config: Config) -> None:
     """Every URL of rewards and fallbacks in a config. Raises ConfigError."""
     for name, task in config.tasks.items():
         table = serverless_of(config, name)
-        if url := reward_url(task, name):
+        if url := reward_url(task, name, reward_scheme(config)):
             _check_place(check_url(url, f"tasks.{name}.reward"), f"tasks.{name}.reward", table)
         if table.fallback:
             fallback = check_url(table.fallback, f"serverless.{name}.fallback")
@@ -78,17 +78,17 @@ def check_urls(config: Config) -> None:
 def _check_place(url: str, key: str, table: ServerlessConfig) -> None:
     """An endpoint of somebody else's machines is built as a run would build it, which sends nothing."""
     if url.partition("://")[0] not in OF_MODULES:
-        try:
-            open_endpoint(url, EndpointOptions(media=table.media, token_env=table.token_env))
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from error
+        open_endpoint(url, EndpointOptions(media=table.media, token_env=table.token_env), key)
 
 
-def open_endpoint(url: str, options: EndpointOptions | None = None) -> Endpoint:
-    """The place that a URL names. Nothing is started or sent yet. Raises ConfigError."""
-    url = check_url(url, "serverless_url")
-    make = load_object(_schemes()[url.partition("://")[0]], "serverless_url")
-    endpoint: Endpoint = make(url, options or EndpointOptions())
+def open_endpoint(url: str, options: EndpointOptions | None = None, key: str = "serverless_url") -> Endpoint:
+    """The place that a URL names. Nothing is started or sent yet. Raises ConfigError, beginning with `key`."""
+    url = check_url(url, key)
+    make = load_object(_schemes()[url.partition("://")[0]], key)
+    try:
+        endpoint: Endpoint = make(url, options or EndpointOptions())
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     return endpoint
 
 

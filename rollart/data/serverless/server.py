@@ -22,7 +22,7 @@ from msgspec import Struct, field
 
 from rollart.data.serverless.endpoint import EndpointOptions
 from rollart.data.serverless.local import LocalPool
-from rollart.errors import ConfigError, EndpointError, FunctionError
+from rollart.errors import ConfigError, EndpointError, FunctionError, to_install
 
 if TYPE_CHECKING:
     import uvicorn
@@ -152,7 +152,7 @@ def _need_libraries() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"serve-reward needs {error.name}; install it: pip install 'rollart[serve]'") from error
+        raise ConfigError(f"serve-reward needs {error.name}; {to_install('serve')}") from error
 
 
 def _token(settings: Settings) -> str:

@@ -22,7 +22,7 @@ class ThreadEndpoint:
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
         self.concurrency = options.max_concurrency or detect().num_cores
-        self._handler = make_handler(named(url.partition("://")[2], "serverless_url"), options.arguments)
+        self._handler = make_handler(named(url.partition("://")[2], url), options.arguments)
         self._lanes = Lanes(url)
 
     def capacity(self) -> Capacity:

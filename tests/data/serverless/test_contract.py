@@ -54,7 +54,7 @@ async def on_function_compute(name, options):
 
 @contextlib.asynccontextmanager
 async def http_scheme(media, name, options):
-    pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
+    pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install -e '.[serve]'")
     words = ["--options", json.dumps(options.arguments)] if options.arguments else []
     url = SERVERS.url(name, *words)
     endpoint = open_endpoint(url, msgspec.structs.replace(options, media=media))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
+pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install -e '.[serve]'")
 
 from rollart.data.serverless.openapi import VALUE, description
 from tests.data.serverless.served import MODULE, serving

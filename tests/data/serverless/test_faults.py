@@ -12,7 +12,7 @@ from rollart.errors import EndpointError, FunctionError, FunctionTimeout
 from tests.data.serverless.served import serving
 from tests.data.serverless.user_functions import fate
 
-pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
+pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install -e '.[serve]'")
 
 NUM_CALLS = 160
 POLICY = CallPolicy(timeout_s=2.0, max_attempts=20, backoff_s=0.05, max_backoff_s=1.0, breaker_s=0.2, deadline_s=90)

@@ -19,8 +19,10 @@ import pytest
 import yaml
 
 from rollart.cli import main
+from rollart.config import parse
 from rollart.data.serverless.modules import closure, located
 from rollart.data.serverless.package import TARGETS, Order, package
+from rollart.data.serverless.registry import check_urls
 from rollart.errors import ConfigError
 
 EVENTS = [
@@ -142,6 +144,37 @@ def test_what_cannot_be_packaged_is_told(capsys, tmp_path, words, reason):
     assert main(["package-reward", *words, "--target", "lambda", "--out", str(tmp_path / "out")]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_copied_is_no_requirement_and_what_it_imports_is_one(project, tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "from rollart.types import RewardRequest\ndef score(request: RewardRequest): return len(request.responses)\n"
+    )
+    out = tmp_path / "out"
+    package(Order(f"{tmp_path / 'plain.py'}:score", "lambda", out))
+    assert [line.partition("==")[0] for line in (out / "requirements.txt").read_text().split()] == ["msgspec"]
+    event = {"args": [{"task": "t", "seed": 0, "prompts": ["p"], "responses": ["r"]}]}
+    code = f"import lambda_function\nprint(lambda_function.lambda_handler({event!r}, None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=out, env=isolated(), capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "{'result': 1}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["rule:sorting", "math:Math", "code:Code"])
+def test_no_reward_of_ours_requires_rollart(name, tmp_path):
+    package(Order(f"rollart.rewards.{name}", "docker", tmp_path / "out"))
+    requirements = (tmp_path / "out" / "requirements.txt").read_text()
+    assert "rollart" not in requirements
+    assert "msgspec==" in requirements
+
+
+@pytest.mark.parametrize("target", ["lambda", "fc", "docker"])
+def test_the_line_that_the_readme_gives_is_a_valid_config(project, tmp_path, target):
+    readme = (packed(project, tmp_path, target) / "README.txt").read_text()
+    line = readme.partition("under [tasks.NAME]:  ")[2].partition("\n")[0]
+    line = line.replace("ACCOUNT_ID", "1234").replace("REGION", "eu-west-1")
+    check_urls(parse(f"[tasks.sorting]\n{line}"))
 
 
 def test_nothing_is_overwritten_unless_it_is_asked_for(capsys, tmp_path):

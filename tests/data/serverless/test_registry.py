@@ -15,10 +15,10 @@ MODULE = "tests.data.serverless.user_functions"
             "reward = 'local://'",
             "tasks.sorting.reward.* names no function",
         ),
-        ("reward = 'http://host:99999/x'", "tasks.sorting.reward: serverless_url .*Port out of range"),
-        ("reward = 'https://[::1'", "tasks.sorting.reward: serverless_url .*Invalid IPv6"),
-        ("reward = 'http:///x'", "tasks.sorting.reward: serverless_url .*write it as https://host/path"),
-        ("reward = 'http://me:secret@host/x'", "tasks.sorting.reward: serverless_url .*a token goes into token_env"),
+        ("reward = 'http://host:99999/x'", "tasks.sorting.reward: .*Port out of range"),
+        ("reward = 'https://[::1'", "tasks.sorting.reward: .*Invalid IPv6"),
+        ("reward = 'http:///x'", "tasks.sorting.reward: .*write it as https://host/path"),
+        ("reward = 'http://me:secret@host/x'", "tasks.sorting.reward: .*a token goes into token_env"),
         (f"reward = '{MODULE}:Uncallable'", "tasks.sorting.reward: .* cannot be called"),
         (
             "reward = 'http://host/x'\n[serverless.sorting]\ntoken_env = 'NOT_SET_ANYWHERE'",
@@ -32,7 +32,7 @@ MODULE = "tests.data.serverless.user_functions"
             f"reward = 'http://host/x'\n[serverless.default]\nfallback = '{MODULE}:Uncallable'",
             "tasks.sorting.reward: .*Uncallable.* cannot be called",
         ),
-        ("reward = 'fc://x'", "tasks.sorting.reward: serverless_url 'fc://x': write it as fc://ACCOUNT_ID/FUNCTION"),
+        ("reward = 'fc://x'", "tasks.sorting.reward: 'fc://x': write it as fc://ACCOUNT_ID/FUNCTION"),
     ],
 )
 def test_what_cannot_work_is_found_before_a_run(text, reason):

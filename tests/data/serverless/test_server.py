@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install 'rollart[serve]'")
+pytest.importorskip("uvicorn", reason="serve-reward needs the extra: pip install -e '.[serve]'")
 
 from rollart.data.serverless.replies import Call, Refused, Replies
 from rollart.data.serverless.server import Settings, _listener, serve
