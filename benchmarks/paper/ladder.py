@@ -3,10 +3,10 @@
 Baselines run on 128 H800, RollArt on 96 H800 and 32 H20, which cost 16 % less. Throughput is prompt and response tokens
 of the trained batch per second.
 
-`ours` is RollArt at the paper's cost, the best of a handful of variants around what `rollart plan` points to (training on
-more devices): 64 instead of 32 H800 train (`split`, that alone), and 16 more groups than a batch needs are kept in flight
-(`rollout.extra_groups`, `on_target = "keep"`: none is aborted for being late, and alpha is the same), so that a batch
-waits less for a long trajectory.
+`ours` is RollArt at the paper's cost, the best of a handful of variants around what `rollart plan` points to (training
+on more devices): 64 instead of 32 H800 train (`split`, that alone), and 16 more groups than a batch needs are kept in
+flight (`rollout.extra_groups`, `on_target = "keep"`: none is aborted for being late, and alpha is the same), so that a
+batch waits less for a long trajectory.
 """
 
 from __future__ import annotations
