@@ -20,16 +20,15 @@ from pathlib import Path
 
 import msgspec
 
+from rollart.assembly import llm_proxy, services
 from rollart.checkpoint import Checkpoints, ControlState
 from rollart.config import Config
 from rollart.console import View, open_view
 from rollart.control.background import Background
-from rollart.control.env_manager import Services, sampling_of
+from rollart.control.env_manager import Services
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
-from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import Ledger
-from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
@@ -41,7 +40,6 @@ from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.exporter import serving
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
-from rollart.resource.affinity import Affinity
 from rollart.run_folder import RunFolder, resolved_config
 from rollart.scaling import EnvironmentScaler
 from rollart.shard import RemoteShard
@@ -272,11 +270,13 @@ class _Run:
         metrics = Metrics({name: spec.success_reward for name, spec in specs.items()})
         renderer = ChatRenderer(model)
         step = state.step if state is not None else 0
-        proxy = _proxy(config, workers, background, step, self._announce)
-        services = _services(config, workers, proxy, renderer, background, ledger)
+        proxy = llm_proxy(
+            config, workers, workers.router(config.rollout.engine_slots), background, step, self._announce
+        )
+        shared = services(config, workers, proxy, renderer, background, ledger)
         source = TaskSource(config.seed, specs)
-        runner = await _sharded(workers, services, ledger, specs, step, self._announce)
-        scheduler = RolloutScheduler(config, specs, source, services, ledger, metrics, supervisor.fail, runner=runner)
+        runner = await _sharded(workers, shared, ledger, specs, step, self._announce)
+        scheduler = RolloutScheduler(config, specs, source, shared, ledger, metrics, supervisor.fail, runner=runner)
         totals = Totals()
         if state is not None:
             with boundary(RunFolderError, f"the checkpoint of step {step} in {self._folder.path} is damaged"):
@@ -300,7 +300,7 @@ class _Run:
             self._began,
             workers.reward,
         )
-        evaluator = Evaluator(services, specs, source, config.eval.episodes, config.rollout.engine_slots)
+        evaluator = Evaluator(shared, specs, source, config.eval.episodes, config.rollout.engine_slots)
         canary = renderer.first("", CANARY_TEXT)[: config.rollout.max_model_tokens]
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
@@ -322,10 +322,10 @@ async def _evaluate(config: Config, run: Path, state: ControlState, model: Path,
     weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
     async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
-        proxy = _proxy(config, workers, background, state.version, _say)
-        services = _services(config, workers, proxy, ChatRenderer(model), background, ledger)
+        proxy = llm_proxy(config, workers, workers.router(config.rollout.engine_slots), background, state.version, _say)
+        shared = services(config, workers, proxy, ChatRenderer(model), background, ledger)
         source = TaskSource(config.seed, specs)
-        evaluator = Evaluator(services, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
+        evaluator = Evaluator(shared, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
         return await Supervisor(workers.handles, workers.recover).guard(evaluator.run())
 
 
@@ -344,25 +344,9 @@ def _say(line: str) -> None:
     print(f"rollart: {line}", file=sys.stderr)  # noqa: T201
 
 
-def _proxy(
-    config: Config, workers: Workers, background: Background, version: int, say: Callable[[str], None]
-) -> LLMProxy:
-    slots = config.rollout.engine_slots
-    workers.proxy = LLMProxy(
-        workers.inference(),
-        router=workers.router(slots),
-        classes=workers.classes,
-        background=background,
-        version=version,
-        affinity=Affinity(workers.placement.affinity, config.affinity_mode, slots),
-        say=say,
-    )
-    return workers.proxy
-
-
 async def _sharded(
     workers: Workers,
-    services: Services,
+    shared: Services,
     ledger: Ledger,
     specs: dict[str, TaskSpec],
     version: int,
@@ -372,26 +356,11 @@ async def _sharded(
     shards = workers.of_role("rollout")
     if not shards:
         return None
-    runner = ShardedRunner(services, ledger.clock, specs, version, say)
-    services.proxy.followers = workers.runner = runner
+    runner = ShardedRunner(shared, ledger.clock, specs, version, say)
+    shared.proxy.followers = workers.runner = runner
     for shard in shards:
         await runner.join(RemoteShard(shard.handle))
     return runner
-
-
-def _services(
-    config: Config, workers: Workers, proxy: LLMProxy, renderer: ChatRenderer, background: Background, ledger: Ledger
-) -> Services:
-    return Services(
-        env=workers.environment,
-        proxy=proxy,
-        renderer=renderer,
-        sampling=sampling_of(config),
-        background=background,
-        clock=ledger.clock,
-        reward=workers.reward,
-        group_scores=GroupScores(workers.reward, config.rollout.group_size) if workers.reward else None,
-    )
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from rollart import simulator
 from rollart.config import Config
-from rollart.errors import ConfigError, RollartError, RunFolderError, boundary
+from rollart.errors import ConfigError, RollartError
 from rollart.plan_choice import Choice, changes, configured
 from rollart.plan_command import Allowance, Objective, Order
 from rollart.plan_report import Plan, Plans, report, to_config, to_json
@@ -64,8 +64,8 @@ WIDTH = 8
 def run(config: Config, order: Order) -> Plans:
     """Search, with progress on stderr, and write the files. Raises RollartError."""
     for path in (order.out, order.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise RunFolderError(f"{path}: there is no folder {path.parent}; make it first")
+        if path is not None:
+            simulator.writable(path)
     found = plan(
         config,
         _simulated,
@@ -85,9 +85,9 @@ def written(found: Plans, order: Order) -> Plans:
     Raises RunFolderError.
     """
     if found.best is not None:
-        _write(order.out, to_config(found.best, found.given, order.source))
+        simulator.write(order.out, to_config(found.best, found.given, order.source).encode())
     if order.json is not None:
-        _write(order.json, to_json(found))
+        simulator.write(order.json, to_json(found).encode())
     return found
 
 
@@ -389,8 +389,3 @@ def _follow() -> None:
 
 def _tell(line: str) -> None:
     print(f"rollart: {line}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _write(path: Path, text: str) -> None:
-    with boundary(RunFolderError, str(path)):
-        path.write_text(text, encoding="utf-8")

@@ -21,13 +21,12 @@ import msgspec
 from msgspec.structs import replace
 
 from rollart import toml
+from rollart.assembly import llm_proxy, services
 from rollart.checks import nearest
 from rollart.config import Config
 from rollart.control.background import Background
-from rollart.control.env_manager import Services, sampling_of
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
-from rollart.control.group_scores import GroupScores
 from rollart.control.ledger import Ledger
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -40,7 +39,6 @@ from rollart.data.simulated.renderer import SimulatedRenderer
 from rollart.data.simulated.runtime import SimulatedRuntime, with_nodes
 from rollart.data.simulated.timeline import Timeline
 from rollart.errors import ConfigError, RunFolderError, boundary
-from rollart.resource.affinity import Affinity
 from rollart.resource.routing import Router
 from rollart.sections import SimulateConfig
 from rollart.simulated_steps import Counters, Steps
@@ -81,7 +79,7 @@ def run(config: Config, trace: Path | None, json: Path | None) -> str:
     timeline = Timeline() if trace is not None else None
     for path in (trace, json):
         if path is not None:
-            _writable(path)
+            writable(path)
 
     def progress(step: int, seconds: float) -> None:
         print(f"rollart: step {step}/{config.steps}: {seconds:.1f} s of virtual time", file=sys.stderr)  # noqa: T201
@@ -89,16 +87,16 @@ def run(config: Config, trace: Path | None, json: Path | None) -> str:
     simulation = simulate(config, timeline, progress)
     try:
         if json is not None:
-            _write(json, to_json(simulation))
+            write(json, to_json(simulation))
         if trace is not None and timeline is not None:
-            _write(trace, msgspec.json.encode(timeline.to_chrome()))
+            write(trace, msgspec.json.encode(timeline.to_chrome()))
     except RunFolderError:
         print(report(simulation), file=sys.stderr)  # noqa: T201  # minutes of work are not lost for a file
         raise
     return report(simulation)
 
 
-def _writable(path: Path) -> None:
+def writable(path: Path) -> None:
     """Before minutes of work: can the file be written? Raises RunFolderError."""
     if not path.parent.is_dir():
         raise RunFolderError(f"{path}: there is no folder {path.parent}; make it first")
@@ -108,7 +106,8 @@ def _writable(path: Path) -> None:
         raise RunFolderError(f"{path}: may not be written")
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """What a command was asked for. Raises RunFolderError."""
     with boundary(RunFolderError, str(path)):
         path.write_bytes(data)
 
@@ -217,31 +216,14 @@ class Run:
 
     def _assemble(self, workers: Workers, specs: dict[str, TaskSpec]) -> TrainingLoop:
         config, background, renderer = self._config, Background(), SimulatedRenderer()
-        slots = config.rollout.engine_slots
-        self.router = workers.router(slots)
-        self.proxy = workers.proxy = LLMProxy(
-            workers.inference(),
-            router=self.router,
-            classes=workers.classes,
-            background=background,
-            affinity=Affinity(workers.placement.affinity, config.affinity_mode, slots),
-            say=self._say,
-        )
-        services = Services(
-            env=workers.environment,
-            proxy=self.proxy,
-            renderer=renderer,
-            sampling=sampling_of(config),
-            background=background,
-            clock=self._ledger.clock,
-            reward=workers.reward,
-            group_scores=GroupScores(workers.reward, config.rollout.group_size) if workers.reward else None,
-        )
+        self.router = workers.router(config.rollout.engine_slots)
+        self.proxy = llm_proxy(config, workers, self.router, background, 0, self._say)
+        shared = services(config, workers, self.proxy, renderer, background, self._ledger)
         supervisor = Supervisor(workers.handles, workers.recover)
         source = TaskSource(config.seed, specs)
-        self.scheduler = RolloutScheduler(config, specs, source, services, self._ledger, self, supervisor.fail)
+        self.scheduler = RolloutScheduler(config, specs, source, shared, self._ledger, self, supervisor.fail)
         assert workers.trainer is not None
-        evaluator = Evaluator(services, specs, source, episodes=0)
+        evaluator = Evaluator(shared, specs, source, episodes=0)
         return TrainingLoop(
             config, self.scheduler, self.proxy, workers.trainer, evaluator, supervisor, self._ledger, self, [0, 0]
         )

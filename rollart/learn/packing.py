@@ -124,8 +124,10 @@ def num_distinct(rows: Sequence[list[int]]) -> int:
 
 def num_alike(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens that both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if first[i] != second[i])
 
 
 def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Device = "cpu") -> Tensor:

@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from rollart.learn.packing import num_alike
+
 LEAST_ALIKE = 8
 """Fewer tokens are computed as soon as they are copied from another request."""
 
@@ -97,11 +99,3 @@ def most_alike(tokens: list[int], donors: Iterable[tuple[D, int]], found: int) -
             best, found = donor, min(num_alike(donor.tokens, tokens), most)
             least = found + 1
     return best, found
-
-
-def num_alike(first: list[int], second: list[int]) -> int:
-    """Tokens that both begin with."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:
-        return shorter
-    return next(i for i in range(shorter) if first[i] != second[i])
