@@ -172,6 +172,10 @@ class WeightStore(Protocol):
         """Read and verify one version. Raises WeightsError when missing or damaged."""
         ...
 
+    def num_bytes(self, version: int) -> int:
+        """Size of a version's buckets; 0 when it is not there."""
+        ...
+
     def latest(self) -> int | None:
         """The newest published version."""
         ...

@@ -24,7 +24,7 @@ which are the hooks' and the pipeline's business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -39,7 +39,7 @@ from rollart.control.supervisor import Supervisor
 from rollart.control.weights_check import canary_difference, check_parameters
 from rollart.errors import WeightsError
 from rollart.protocols import TrainHandle
-from rollart.types import TrainBatch, TrainReport
+from rollart.types import EngineStats, TrainBatch, TrainReport
 
 T = TypeVar("T")
 
@@ -102,6 +102,9 @@ class TrainingLoop:
         self.step = start_step
         """train_steps done, which is also the newest published version."""
         self.canary = 0.0
+        """The largest difference of a log-probability that the newest comparison found, in nats."""
+        self._canary_expected: list[float] = []
+        self._checking: asyncio.Task[None] | None = None
         self._training: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._saved_step = start_step
@@ -186,27 +189,36 @@ class TrainingLoop:
 
     async def _train(self, batch: Batch) -> None:
         """train_step, then publish its weights and let the workers read them ahead, unless that is to wait."""
-        step, canary = self.step + 1, self.canary
+        step = self.step + 1
         self._ledger.trained(batch, self.step)
-        report = await self._train_step(TrainBatch(step, self.step, batch.groups))
+        training = TrainBatch(step, self.step, batch.groups)
+        # The engines' counters are asked for beside the work, because an engine answers between two of its steps.
+        before, (report, seconds) = await asyncio.gather(self._proxy.stats(), self._train_step(training))
         self._scheduler.trained(batch)
-        if self._config.weights.asynchronous:
-            await self._publish(step)
-            with self._ledger.wait("weights"):
-                await self._proxy.prefetch(step)
+        await asyncio.gather(self._count_overlap(seconds, before), self._deliver(step))
+        await self._finish_canary()
         self.step = step
         now = asyncio.get_running_loop().time()
         seconds, self._step_began = now - self._step_began, now
-        await self._hooks.step_done(StepSummary(step, step, seconds, report, batch, canary))
+        await self._hooks.step_done(StepSummary(step, step, seconds, report, batch, self.canary))
 
-    async def _train_step(self, batch: TrainBatch) -> TrainReport:
+    async def _train_step(self, batch: TrainBatch) -> tuple[TrainReport, float]:
+        """The report, and the seconds that the trainer took."""
         loop = asyncio.get_running_loop()
-        before, began = await self._proxy.stats(), loop.time()
+        began = loop.time()
         with self._ledger.training():
             report = await self._trainer.train_step(batch)
-        seconds = loop.time() - began
+        return report, loop.time() - began
+
+    async def _count_overlap(self, seconds: float, before: Mapping[str, EngineStats]) -> None:
         self._ledger.overlapped(seconds, before, await self._proxy.stats())
-        return report
+
+    async def _deliver(self, version: int) -> None:
+        """Publish what train_step made and let the workers read it ahead, unless that is to wait."""
+        if self._config.weights.asynchronous:
+            await self._publish(version)
+            with self._ledger.wait("weights"):
+                await self._proxy.prefetch(version)
 
     async def _finish_training(self) -> None:
         """Wait for the running train_step, if any, and raise its error."""
@@ -222,7 +234,8 @@ class TrainingLoop:
             await self._load_weights()
 
     async def _load_weights(self) -> None:
-        """Suspend, update, end what is too old, resume; then the canary."""
+        """Suspend, update, end what is too old, resume; the canary is compared while generation and training go on."""
+        await self._finish_canary()
         with self._ledger.wait("suspended"):
             await self._proxy.suspend()
         await self._publish(self.step)
@@ -231,21 +244,29 @@ class TrainingLoop:
         self._scheduler.updated(self.step)
         with self._ledger.wait("suspended"):
             await self._proxy.resume()
-        with self._ledger.wait("weights"):
-            await self._check_canary()
+        self._checking = self._spawn(self._check_canary(self.step))
 
     async def _publish(self, version: int) -> None:
-        """Write the trainer's weights to the store, unless they are there."""
+        """Write the trainer's weights to the store, unless they are there; keep what they say to the canary."""
         if self._published != version:
             with self._ledger.wait("weights"):
-                await self._trainer.publish(version)
+                _, self._canary_expected = await asyncio.gather(
+                    self._trainer.publish(version), self._trainer.logprobs(self._canary_tokens)
+                )
             self._published = version
 
-    async def _check_canary(self) -> None:
-        """Workers and trainer must give the same log-probabilities. Raises WeightsError."""
-        expected = await self._trainer.logprobs(self._canary_tokens)
+    async def _check_canary(self, version: int) -> None:
+        """Workers must give the log-probabilities that the trainer gave. Raises WeightsError."""
+        expected, tolerance = self._canary_expected, self._config.train.canary_tolerance
         answers = await self._proxy.logprobs(self._canary_tokens)
-        self.canary = canary_difference(expected, answers, self.step, self._config.train.canary_tolerance)
+        self.canary = canary_difference(expected, answers, version, tolerance)
+
+    async def _finish_canary(self) -> None:
+        """Before the next weights; what it raises ends the run at once, not here."""
+        if self._checking is not None:
+            with self._ledger.wait("weights"):
+                await self._checking
+            self._checking = None
 
     # -------------------------------------------------------------------------------------------------- evaluation
     def _launch_evaluation(self) -> None:
@@ -270,6 +291,7 @@ class TrainingLoop:
         """Before step 1: same parameters on both sides, same weights, first evaluation, first admissions."""
         check_parameters(await self._trainer.parameters(), await self._proxy.parameters())
         await self._load_weights()
+        await self._finish_canary()
         self._step_began = asyncio.get_running_loop().time()
         self._launch_evaluation()
         self._scheduler.begin_iteration()
@@ -285,6 +307,7 @@ class TrainingLoop:
         await self._finish_evaluation()
         self._launch_evaluation()
         await self._finish_evaluation()
+        await self._finish_canary()
 
     async def _save(self) -> None:
         if self._saved_step != self.step:
@@ -304,7 +327,7 @@ class TrainingLoop:
 
     async def _end(self) -> None:
         """On every way out: no task of this run is left."""
-        tasks = [task for task in (self._training, self._evaluation) if task is not None]
+        tasks = [task for task in (self._training, self._evaluation, self._checking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,8 +4,8 @@ A worker runs everything in one thread: a step is never interrupted, so every co
 RESUME) is handled exactly between two steps. With nothing to do it waits for a command and burns no time.
 
 Invariant: every accepted `generate` ends exactly once: with its result, with its partial result after an abort, or
-with GenerationError after an engine fault or at the close. Weights are read from the store in a thread of their own,
-while generation goes on.
+with GenerationError after an engine fault or at the close. Weights are read from the store while generation goes on,
+in a thread of their own unless they are small.
 Left out: choosing a worker (control) and starting its process (the runtime).
 """
 
@@ -20,6 +20,9 @@ from rollart.data.engines import EngineFactory, create_engine
 from rollart.errors import GenerationError, boundary
 from rollart.protocols import WeightStore, WorkerHandle
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
+
+SMALL_BYTES = 4 << 20
+"""Weights of so little are read in a few milliseconds."""
 
 
 class InferenceWorker:
@@ -146,8 +149,7 @@ class InferenceWorker:
     async def _fetched(self, version: int) -> list[tuple[str, Any]]:
         """The tensors of a version: those being read already, or read now."""
         if self._fetching is None or self._fetching[0] != version:
-            reading = asyncio.to_thread(self._store.fetch, version)
-            self._fetching = version, asyncio.create_task(reading, name=f"fetch weights {version}")
+            self._fetching = version, asyncio.create_task(self._fetch(version), name=f"fetch weights {version}")
         task = self._fetching[1]
         try:
             return await asyncio.shield(task)
@@ -155,6 +157,13 @@ class InferenceWorker:
             if self._fetching is not None and self._fetching[1] is task:
                 self._fetching = None
             raise
+
+
+    async def _fetch(self, version: int) -> list[tuple[str, Any]]:
+        """Beside the engine's steps; between two of them what is read sooner than a thread gets its turn."""
+        if self._store.num_bytes(version) <= SMALL_BYTES:
+            return self._store.fetch(version)
+        return await asyncio.to_thread(self._store.fetch, version)
 
 
 class RemoteInference:

@@ -98,7 +98,7 @@ class FileWeightStore:
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             return error
         kept = self.versions()
-        held = sum(self.manifest_bytes(old) for old in kept)
+        held = sum(self.num_bytes(old) for old in kept)
         free = shutil.disk_usage(self.folder).free
         return WeightsError(
             f"no room for version {version} in {self.folder}: {len(kept)} versions there take {held:,} bytes, "
@@ -124,8 +124,8 @@ class FileWeightStore:
         with boundary(WeightsError, f"manifest of version {version} in {self.folder} is damaged"):
             return msgspec.json.decode(data, type=WeightManifest)
 
-    def manifest_bytes(self, version: int) -> int:
-        """Size of a version's buckets, 0 when it is gone."""
+    def num_bytes(self, version: int) -> int:
+        """Size of a version's buckets; 0 when it is not there."""
         try:
             return sum(bucket.num_bytes for bucket in self.manifest(version).buckets)
         except WeightsError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from rollart.data.engines.embedded import EmbeddedEngine
-from rollart.data.inference import InferenceWorker, RemoteInference
+from rollart.data.inference import SMALL_BYTES, InferenceWorker, RemoteInference
 from rollart.errors import GenerationError, WeightsError
 from rollart.protocols import InferenceHandle, Tensors
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo, Sampling, WeightManifest
@@ -77,7 +78,8 @@ class Shelf:
     """A weight store in memory; `fetched` lists what was read."""
 
     def __init__(self, versions: dict[int, list[tuple[str, Any]]]) -> None:
-        self.versions, self.fetched = versions, list[int]()
+        self.versions, self.fetched, self.size = versions, list[int](), SMALL_BYTES + 1
+        self.threads: list[int] = []
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest:
         self.versions[version] = list(tensors)
@@ -85,9 +87,13 @@ class Shelf:
 
     def fetch(self, version: int) -> list[tuple[str, Any]]:
         self.fetched.append(version)
+        self.threads.append(threading.get_ident())
         if version not in self.versions:
             raise WeightsError(f"version {version} is missing")
         return self.versions[version]
+
+    def num_bytes(self, version: int) -> int:
+        return self.size
 
     def latest(self) -> int | None:
         return max(self.versions, default=None)
@@ -226,6 +232,19 @@ def test_update_with_requests_in_flight_switches_their_versions() -> None:
         assert result.versions == sorted(result.versions)
         assert store.fetched == [1]
         assert engine.log[1:] == ["update 1 ['w']"]
+
+    serve(scenario)
+
+
+def test_small_weights_are_read_between_two_steps() -> None:
+    async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
+        store.size = SMALL_BYTES
+        await worker.prefetch(1)
+        assert store.threads == [threading.get_ident()]
+        store.size = SMALL_BYTES + 1
+        store.versions[2] = store.versions[1]
+        await worker.prefetch(2)
+        assert store.threads[1] != threading.get_ident()
 
     serve(scenario)
 
