@@ -282,6 +282,13 @@ def test_prefill_on_devices_of_its_own_takes_part() -> None:
     assert found.utilisation["actor_gen H20"] > 0
 
 
+def test_training_that_a_run_measured_needs_no_figures_of_its_device() -> None:
+    on_cpu = ("roles.actor_train.device_class=CPU", "roles.actor_train.devices=1")
+    found = result(*on_cpu, profile=replace(load_profile("paper"), train_s_per_token=1e-4))
+    assert found.breakdown["training"] > 0
+    assert "device class 'CPU' has no figures" in complaint(*on_cpu)
+
+
 # ------------------------------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize(
     ("word", "reason"),

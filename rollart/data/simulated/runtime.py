@@ -26,7 +26,7 @@ from rollart.data.simulated.profile import Profile, TaskProfile
 from rollart.data.simulated.reward import SimulatedReward
 from rollart.data.simulated.store import SimulatedStore
 from rollart.data.simulated.timeline import Timeline
-from rollart.data.trainers.simulated import SimulatedTrainer
+from rollart.data.trainers.simulated import SimulatedTrainer, TrainSeconds, measured, modelled
 from rollart.errors import ConfigError, WorkerDied
 from rollart.protocols import WorkerHandle
 from rollart.resource.classes import CLASSES, CPU, DeviceClass
@@ -234,11 +234,10 @@ class SimulatedRuntime:
 
     def _trainer(self, binding: Binding) -> SimulatedTrainer:
         return SimulatedTrainer(
-            self._pace(binding, 1),
+            train_seconds(self._profile, binding.device_class, self._model),
             lambda: self._num_training_devices,
             self._store,
             timeline=self._timeline,
-            seconds_per_token=self._profile.train_s_per_token,
         )
 
 
@@ -287,6 +286,13 @@ def nodes_of(config: Config) -> list[NodeInfo]:
             if pool.device != "cpu" and device_class != CPU:
                 cuda[node] = (*cuda.get(node, ()), device_class)
     return [NodeInfo(node, there, cuda.get(node, ())) for node, there in devices.items()]
+
+
+def train_seconds(profile: Profile, device_class: str, model: ModelShape) -> TrainSeconds:
+    """As the profile's run measured it, on whatever device, else by the model of the class. Raises ConfigError."""
+    if profile.train_s_per_token is not None:
+        return measured(profile.train_s_per_token)
+    return modelled(Pace(figures(device_class), model, 1, profile.efficiency))
 
 
 def figures(device_class: str) -> DeviceClass:
