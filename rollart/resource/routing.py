@@ -15,7 +15,8 @@ cases only:
                  while the least loaded worker of a compatible class runs none: that one takes it, and the next such
                  request finds it busy
 
-A tag without preference goes to the least loaded worker of all. A change of the affinity moves no trajectory.
+A tag without preference goes to the least loaded worker of all. A change of the affinity moves no trajectory. Classes
+may be reserved for other work, such as prefilling for the others: one gets requests only while no other has a worker.
 
 Invariants: a worker's load is the sum of the tokens of its requests in flight, and it is 0 when there are none; what
 lives on it is the sum over the trajectories that were sent there last and not forgotten.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -97,6 +98,7 @@ class Router:
     affinity: tag -> device class; the entry "default" serves other tags.
     fallback: device class -> compatible classes, in order.
     slots: requests that an engine runs at once; 0 when that is not known, and then no class is ever "not free".
+    reserved: classes that serve only while no other class has a worker; no tag prefers one.
     A worker is overloaded when both its sums of tokens exceed `overload` times those of the least plus `slack_tokens`.
     `fallbacks` counts the trajectories that were sent to another class than their tag's.
     """
@@ -108,6 +110,7 @@ class Router:
         overload: float = 1.5,
         slack_tokens: int = 2048,
         slots: int = 0,
+        reserved: Collection[str] = (),
     ) -> None:
         self.fallbacks: Counter[Fallback] = Counter()
         self._affinity = dict(affinity or {})
@@ -115,6 +118,7 @@ class Router:
         self._overload = overload
         self._slack_tokens = slack_tokens
         self._slots = slots
+        self._reserved = frozenset(reserved)
         self._workers: dict[str, _Worker] = {}
         self._classes: dict[str, _Class] = {}
         self._homes: dict[str, _Home] = {}
@@ -145,6 +149,10 @@ class Router:
         """The device class of a worker."""
         return self._workers[name].device_class
 
+    def is_reserved(self, device_class: str) -> bool:
+        """Whether a class serves only while no other has a worker."""
+        return device_class in self._reserved
+
     @property
     def affinity(self) -> dict[str, str]:
         """Tag -> device class, as it is now."""
@@ -165,7 +173,7 @@ class Router:
         wish: the class for this trajectory, in place of its tag's, if it has a worker and the trajectory has none.
         """
         home = self._homes.get(trajectory_id)
-        if home is None or not home.worker.present or self._overloaded(home):
+        if home is None or not self._may_stay(home):
             worker = self._place(tag, wish)
             self._leave(home)
             home = self._homes[trajectory_id] = _Home(worker, 0)
@@ -225,19 +233,27 @@ class Router:
         return worker
 
     def _least(self, device_class: str) -> _Worker | None:
+        """Of a class that is not reserved."""
         mates = self._classes.get(device_class)
-        return mates.least() if mates is not None and mates.workers else None
+        return mates.least() if mates is not None and mates.workers and device_class not in self._reserved else None
+
+    def _serving(self) -> list[_Worker]:
+        """The least loaded worker of each class that is not reserved."""
+        return [worker for name in self._classes if (worker := self._least(name))]
 
     def _least_of_all(self, tag: str) -> _Worker:
-        there = [worker for name in self._classes if (worker := self._least(name))]
+        there = self._serving() or [mates.least() for mates in self._classes.values() if mates.workers]
         if not there:
             raise ResourceError(f"no inference worker for tag {tag!r}: none is left")
         return min(there, key=lambda worker: worker.rank)
 
-    def _overloaded(self, home: _Home) -> bool:
-        """Whether a trajectory that asks had better leave its worker; the worker is there."""
-        worker, least = home.worker, self._classes[home.worker.device_class].least()
-        return self._exceeds(worker.load, least.load) and self._exceeds(worker.living - home.tokens, least.living)
+    def _may_stay(self, home: _Home) -> bool:
+        worker = home.worker
+        if not worker.present or (worker.device_class in self._reserved and self._serving()):
+            return False
+        least = self._classes[worker.device_class].least()
+        beside = worker.living - home.tokens
+        return not (self._exceeds(worker.load, least.load) and self._exceeds(beside, least.living))
 
     def _exceeds(self, tokens: int, least: int) -> bool:
         return tokens > self._overload * least + self._slack_tokens

@@ -13,7 +13,11 @@ from rollart.resource.routing import Fallback, Router
 def test_whatever_happens_loads_are_the_outstanding_tokens(seed: int) -> None:
     rng = random.Random(seed)
     router = Router(
-        {"math": "fast", "default": "wide"}, {"fast": ["wide"], "wide": ["fast"]}, slack_tokens=100, slots=3
+        {"math": "fast", "default": "wide"},
+        {"fast": ["wide"], "wide": ["fast"]},
+        slack_tokens=100,
+        slots=3,
+        reserved=rng.choice([["fast"], ["wide"], [], ["fast", "wide"]]),
     )
     flights: list[tuple[str, int]] = []
     classes: dict[str, str] = {}
@@ -31,6 +35,8 @@ def test_whatever_happens_loads_are_the_outstanding_tokens(seed: int) -> None:
             tag, tokens = rng.choice(["math", "maze"]), rng.randrange(1, 300)
             name = router.choose(f"t{rng.randrange(12)}", tag, tokens)
             assert name in classes
+            if router.is_reserved(classes[name]):
+                assert all(router.is_reserved(each) for each in classes.values())
             flights.append((name, tokens))
         elif kind < 0.65:
             assert router.forget(f"t{rng.randrange(12)}") in {None, *classes}
@@ -223,3 +229,15 @@ def test_a_wish_counts_for_a_new_trajectory_and_a_class_that_has_a_worker() -> N
     router.remove("b")
     assert not router.knows("t1")
     assert not router.fallbacks
+
+
+@pytest.mark.parametrize("affinity", [{}, {"maze": "compute"}, {"default": "compute"}])
+def test_a_reserved_class_serves_only_while_no_other_has_a_worker(affinity: dict[str, str]) -> None:
+    router = Router(affinity, {"compute": ["bandwidth"]}, slots=1, reserved=["bandwidth"])
+    router.add("b", "bandwidth")
+    assert router.choose("t0", "maze", 10) == "b"
+    router.add("c", "compute")
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["c"] * 5
+    router.remove("c")
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["b"] * 5
+    router.check([("b", 10)] * 6)
