@@ -96,13 +96,16 @@ class Limits(Struct, frozen=True):
 
     alpha: float
     slots: int
-    """Groups admitted and not yet trained, dropped or aborted, at most."""
+    """Groups admitted and not yet trained (with `free_slots = "train_start"`: not yet in training), dropped or aborted,
+    at most."""
     needed_slots: int
     """Those of them that alpha asks for; the others are redundant."""
     trajectories_in_flight: int
     """Upper bound of running trajectories."""
     buffer_groups: int
     """Upper bound of finished groups that wait for training."""
+    groups_in_memory: int
+    """Upper bound of groups that run, wait for training or are in training."""
     shards: int
     """Processes that the trajectories are spread over; 1: they run in the driver."""
     trajectories_per_batch: int
@@ -121,6 +124,7 @@ def limits(config: Config) -> Limits:
         needed_slots=needed,
         trajectories_in_flight=in_flight,
         buffer_groups=slots,
+        groups_in_memory=slots + (rollout.groups_per_batch if rollout.free_slots == "train_start" else 0),
         shards=1 if unshardable(config) else math.ceil(in_flight / rollout.shard_trajectories),
         trajectories_per_batch=rollout.groups_per_batch * rollout.group_size,
         groups_per_minibatch=rollout.groups_per_batch // config.train.minibatches,
@@ -229,6 +233,11 @@ def _check_batch(config: Config) -> None:
         raise ConfigError(
             f"rollout.extra_groups: 'auto' paces continuous admission, but schedule {config.schedule!r} admits a batch "
             "at a time; give a number, or take schedule 'rollart'"
+        )
+    if rollout.free_slots == "train_start" and config.plan.admission != "continuous":
+        raise ConfigError(
+            f"rollout.free_slots: 'train_start' lets groups in while a batch trains, but schedule {config.schedule!r} "
+            "admits a batch at a time; take 'train_end', or schedule 'rollart'"
         )
     if groups % train.minibatches:
         near = min((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - train.minibatches))

@@ -25,13 +25,15 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
     rollout, train, bounds = config.rollout, config.train, limits(config)
     members = f"{rollout.group_size} + {rollout.extra_members}" if rollout.extra_members else f"{rollout.group_size}"
     top_k = f"top_k {rollout.top_k}" if rollout.top_k else "no top_k"
+    until = "trained" if rollout.free_slots == "train_end" else "in training"
     rows = {
         "alpha": f"{bounds.alpha:g} (schedule {config.schedule}): no older trajectory is trained on, in versions",
-        "slots": f"{bounds.slots} groups admitted and not yet trained, dropped or aborted",
+        "slots": f"{bounds.slots} groups admitted and not yet {until}, dropped or aborted",
         "in flight": f"at most {bounds.trajectories_in_flight} trajectories ({bounds.slots} groups of {members})",
         "shards": _shards(config),
         "engine": f"{rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
         "buffer": f"at most {bounds.buffer_groups} finished groups",
+        "in memory": f"at most {bounds.groups_in_memory} groups, with those in training",
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
         f"{bounds.trajectories_per_batch} trajectories",
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",

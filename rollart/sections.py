@@ -79,6 +79,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Members started per group beyond `group_size` (redundancy)."""
     on_target: Literal["abort", "keep"] = "abort"
     """What becomes of redundant groups when the batch is full."""
+    free_slots: Literal["train_end", "train_start"] = "train_end"
+    """When new groups may take the slots of a batch: as its training ends, or already as it starts, after its update.
+    With train_start engines go on while the trainer works; alpha bounds ages as before, within it more is older, and
+    one more batch is in memory."""
     member_retries: Whole = 2
     """Re-runs of one member that failed or grew stale, before its group is dropped."""
     zero_variance: Literal["replace", "keep"] = "replace"

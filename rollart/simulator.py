@@ -216,7 +216,8 @@ class Run:
 
     def _assemble(self, workers: Workers, specs: dict[str, TaskSpec]) -> TrainingLoop:
         config, background, renderer = self._config, Background(), SimulatedRenderer()
-        self.router = workers.router(config.rollout.engine_slots)
+        prefill = self._settings.prefill
+        self.router = workers.router(config.rollout.engine_slots, reserved=[prefill] if prefill else [])
         self.proxy = llm_proxy(config, workers, self.router, background, 0, self._say)
         shared = services(config, workers, self.proxy, renderer, background, self._ledger)
         supervisor = Supervisor(workers.handles, workers.recover)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,9 @@ class Workers:
         """All workers."""
         return [member.handle for member in self.members.values()]
 
-    def router(self, slots: int) -> Router:
-        """Routing by the affinity of the run; `slots`: requests that an engine runs at once."""
-        return Router(self.placement.affinity, self.placement.fallback, slots=slots)
+    def router(self, slots: int, reserved: Collection[str] = ()) -> Router:
+        """Routing by the affinity of the run; `slots`, `reserved`: as `Router` takes them."""
+        return Router(self.placement.affinity, self.placement.fallback, slots=slots, reserved=reserved)
 
     @property
     def classes(self) -> dict[str, str]:

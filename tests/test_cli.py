@@ -160,6 +160,7 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   slots         24 groups admitted",
         "#   in flight     at most 216 trajectories (24 groups of 8 + 1)",
         "#   buffer        at most 24 finished groups",
+        "#   in memory     at most 24 groups, with those in training",
         "#   batch         16 groups x 8 = 128 trajectories",
         "#   mini-batches  1 per batch, of 16 groups",
         "#   sampling      temperature 1, top_p 1, no top_k",
@@ -168,6 +169,14 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
+
+
+def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml, "rollout.free_slots=train_start"], FakeParts()) == 0
+    output = capsys.readouterr().out
+    assert "#   slots         32 groups admitted and not yet in training, dropped or aborted" in output
+    assert "#   in flight     at most 256 trajectories (32 groups of 8)" in output
+    assert "#   in memory     at most 48 groups, with those in training" in output
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,24 @@ def test_combinations_that_cannot_work_say_what_would() -> None:
     assert "'reinforce_pp'" in complaint("rollout.group_size=1")
     assert "lower the first or raise the second" in complaint("tasks.frozenlake.max_tokens=2000")
     assert "every weight is 0" in complaint("tasks.frozenlake.weight=0")
+    for schedule in ("sync", "sync_plus", "one_off"):
+        text = complaint("rollout.free_slots=train_start", f"schedule={schedule}")
+        assert f"schedule '{schedule}' admits a batch at a time; take 'train_end', or schedule 'rollart'" in text
 
 
 def test_a_fractional_alpha_rounds_the_slots_up() -> None:
     derived = limits(parse(BASE, ["alpha=0.5", "rollout.groups_per_batch=5", "rollout.extra_groups=2"]))
     assert derived.slots == 8 + 2
     assert derived.trajectories_in_flight == 10 * 8
+    assert derived.groups_in_memory == 10
     assert derived.trajectories_per_batch == 40
+
+
+def test_slots_that_are_free_when_training_starts_keep_one_more_batch_in_memory() -> None:
+    words = ["rollout.free_slots=train_start", "rollout.groups_per_batch=5", "rollout.extra_groups=2"]
+    derived = limits(parse(BASE, words))
+    assert (derived.slots, derived.buffer_groups, derived.groups_in_memory) == (12, 12, 17)
+    assert derived.trajectories_in_flight == 12 * 8
 
 
 @pytest.mark.parametrize("name", ["missing.toml", "."])

@@ -113,7 +113,8 @@ class LLMProxy:
         if self._workers.pop(name, None) is not None:
             device_class = self._router.class_of(name)
             self._router.remove(name)
-            self._adopt(self._affinity.left(device_class))
+            if not self._router.is_reserved(device_class):
+                self._adopt(self._affinity.left(device_class))
 
     async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
@@ -213,7 +214,8 @@ class LLMProxy:
     def _add(self, worker: InferenceHandle, device_class: str) -> None:
         self._router.add(worker.name, device_class)
         self._workers[worker.name] = worker
-        self._adopt(self._affinity.joined(device_class))
+        if not self._router.is_reserved(device_class):
+            self._adopt(self._affinity.joined(device_class))
 
     def _adopt(self, changes: Sequence[Change]) -> None:
         if not changes:

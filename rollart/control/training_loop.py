@@ -2,8 +2,9 @@
 
     loop              consumes               waits for                      produces             unblocked by
     ----------------  ---------------------  -----------------------------  -------------------  ----------------------
-    RolloutScheduler  tasks of TaskSource    a free slot (continuous), or   running members      a trained or dropped
-                                             the iteration's update                              group; an update
+    RolloutScheduler  tasks of TaskSource    a free slot (continuous), or   running members      a batch that trains or
+                                             the iteration's update                              is trained; a dropped
+                                                                                                 group; an update
     EnvManager (many) one Start              reset, generate, step, score   one Trajectory       env and reward workers,
                                                                                                  LLMProxy (RESUME)
     SampleBuffer      finished groups        groups_per_batch of them       one Batch            the last finished group
@@ -185,6 +186,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------------------------------------------- training
     def _launch(self, batch: Batch) -> None:
         """Step 6, in the background."""
+        self._scheduler.begin_training(batch)
         self._training = self._spawn(self._train(batch))
 
     async def _train(self, batch: Batch) -> None:

@@ -127,13 +127,16 @@ class SimulatedRuntime:
             worker.die("it was stopped")
 
     def check(self) -> None:
-        """Raises ConfigError where `simulate.prefill` or `faults` name nothing of this run. All workers are there."""
+        """Raises ConfigError where `simulate.prefill` or `faults` name nothing of this run, or where the affinity names
+        the class that only prefills. All workers are there.
+        """
         classes = list(dict.fromkeys(self.engine_classes().values()))
         if (prefill := self._settings.prefill) and prefill not in classes:
             hint = nearest(prefill, classes)
             raise ConfigError(f"simulate.prefill: no worker of actor_gen is on class {prefill!r}{hint}")
         if classes == [prefill]:
             raise ConfigError(f"simulate.prefill: all workers of actor_gen are on {prefill!r}, and none decodes")
+        self._check_affinity(prefill, [name for name in classes if name != prefill])
         pools, origins = accelerators(self._config), list(self.workers)
         for number, fault in enumerate(self._settings.faults):
             key = f"simulate.faults[{number}]"
@@ -144,6 +147,15 @@ class SimulatedRuntime:
             kind, name = said[0]
             if (name.partition(".")[0] if kind == "worker" else name) not in known[kind]:
                 raise ConfigError(f"{key}.{kind}: there is no {kind} {name!r}{nearest(name, known[kind])}")
+
+    def _check_affinity(self, prefill: str, others: list[str]) -> None:
+        affinity = self._config.affinity
+        for tag, name in affinity.items() if isinstance(affinity, dict) else ():
+            if name == prefill:
+                raise ConfigError(
+                    f"affinity.{toml.key(tag)}: class {name!r} only prefills (simulate.prefill) and serves no task; "
+                    f"take {' or '.join(map(repr, others))}, or leave it out"
+                )
 
     def strike(self, fault: FaultConfig) -> str:
         """Let something break, now; what happened, in one line."""
