@@ -318,6 +318,7 @@ class _Run:
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
+        workers.end = self._loop.end
         watching = [asyncio.ensure_future(observer.watch())]
         if _scales(config):
             scaler = EnvironmentScaler(workers, proxy.stats, ledger.clock.counts, supervisor.watch, workers.decide)
