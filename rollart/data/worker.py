@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from rollart.data.channel import STREAM_LIMIT
+from rollart.data.handshake import check_greeting
 from rollart.data.listener import Listener
 from rollart.data.serverless.registry import attach
 from rollart.data.targets import named
@@ -84,8 +85,9 @@ async def serve(connection: socket.socket) -> None:
     """Build the object that the first frame names, then answer calls until the stream ends."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_LIMIT)
     first = msgspec.msgpack.decode(await read_frame(reader), type=Call)
-    target, kwargs = (msgspec.msgpack.decode(raw) for raw in first.arguments)
+    target, kwargs, hello = (msgspec.msgpack.decode(raw) for raw in first.arguments)
     try:
+        check_greeting(hello, "the driver")
         host = Host(build(target, kwargs))
         await host.start()
     except Exception as error:
