@@ -74,7 +74,7 @@ class FakeInference:
         self.failing: Callable[[GenRequest], bool] = lambda request: False
         self.requests: list[GenRequest] = []
         self.aborted: list[str] = []
-        self.released: list[str] = []
+        self.releases: list[list[str]] = []
         self.in_flight: set[str] = set()
         self.updates: list[tuple[float, int]] = []
         self.prefetched: list[int] = []
@@ -111,7 +111,12 @@ class FakeInference:
         self.aborted += request_ids
 
     async def release(self, trajectory_ids: list[str]) -> None:
-        self.released += trajectory_ids
+        self._alive()
+        self.releases.append(trajectory_ids)
+
+    @property
+    def released(self) -> list[str]:
+        return [each for ids in self.releases for each in ids]
 
     @property
     def is_suspended(self) -> bool:

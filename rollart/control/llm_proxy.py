@@ -65,6 +65,7 @@ class LLMProxy:
         self.on_workers: Callable[[int], None] = lambda _: None
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
+        self._ended: dict[str, list[str]] = {}
         for worker in workers:
             self._add(worker, (classes or {}).get(worker.name, "default"))
 
@@ -102,7 +103,10 @@ class LLMProxy:
     def release(self, trajectory_id: str) -> None:
         """The trajectory has ended: its worker may forget its KV."""
         if (name := self._router.forget(trajectory_id)) and name in self._workers:
-            self._background.spawn(self._workers[name].release([trajectory_id]), f"release on {name}")
+            ended = self._ended.setdefault(name, [])
+            ended.append(trajectory_id)
+            if len(ended) == 1:
+                self._background.spawn(self._release(name, ended), f"release on {name}")
 
     # ----------------------------------------------------------------------------------------------------- workers
     def lost(self, name: str) -> None:
@@ -253,6 +257,16 @@ class LLMProxy:
     def _choose(self, request: GenRequest) -> str:
         wish = None if self._router.knows(request.trajectory_id) else self._affinity.wish(request.tag)
         return self._router.choose(request.trajectory_id, request.tag, _cost(request), wish)
+
+    async def _release(self, name: str, ended: list[str]) -> None:
+        """One call for all that end in the same turn of the event loop, or until the call before has returned."""
+        try:
+            while ended and (worker := self._workers.get(name)):
+                ids = ended.copy()
+                await worker.release(ids)
+                del ended[: len(ids)]
+        finally:
+            ended.clear()
 
     def _abort_on_worker(self, name: str, request_id: str) -> None:
         if worker := self._workers.get(name):

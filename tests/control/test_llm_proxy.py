@@ -73,6 +73,30 @@ def test_abort_ends_requests_at_the_gate_and_on_workers() -> None:
     run_virtual(main())
 
 
+def test_trajectories_that_end_while_a_worker_is_told_of_others_share_one_call() -> None:
+    async def main() -> None:
+        (worker,) = engines(1)
+        proxy = LLMProxy([worker])
+        await asyncio.gather(*(proxy.generate(request(f"r{n}", f"t{n}")) for n in range(5)))
+        for number in range(3):
+            proxy.release(f"t{number}")
+        await asyncio.sleep(0)
+        proxy.release("t3")
+        await asyncio.sleep(0.1)
+        assert worker.releases == [["t0", "t1", "t2"], ["t3"]]
+        worker.dead = "killed"
+        proxy.release("t4")
+        await asyncio.sleep(0.1)
+        worker.dead = ""
+        proxy.release("t4")
+        await asyncio.gather(proxy.generate(request("r6", "t6")))
+        proxy.release("t6")
+        await asyncio.sleep(0.1)
+        assert worker.releases[2:] == [["t6"]]
+
+    run_virtual(main())
+
+
 def test_an_error_of_one_request_names_its_worker_and_spares_the_run() -> None:
     async def main() -> None:
         (worker,) = engines(1)
