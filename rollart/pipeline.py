@@ -165,13 +165,21 @@ class _Run:
             except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
                 self._folder.log(f"error: {outcome}")
+                if self._checkpoints.steps():
+                    self._say_way_on("the run has ended")
                 raise
             finally:
-                if self._observer is not None:
-                    self._summarised = self._folder.write_summary(self._observer.summary(outcome))
+                self._summarise(outcome)
         self._folder.log(outcome)
         self._say_end(outcome)
         return 0 if outcome == "completed" else 130
+
+    def _summarise(self, outcome: str) -> None:
+        """A start that failed leaves its reason too, but for that of a resumed run, which keeps what it had."""
+        if self._observer is not None:
+            self._summarised = self._folder.write_summary(self._observer.summary(outcome))
+        elif self._state is None:
+            self._summarised = self._folder.write_summary({"outcome": outcome, "steps": 0})
 
     def _interrupt(self) -> None:
         """The first Ctrl-C finishes the step and saves; the second one ends at once."""
@@ -195,11 +203,14 @@ class _Run:
         path = self._folder.path
         if outcome == "completed":
             self._view.say(f"done: {path}/summary.json" if self._summarised else f"done: {path}, without a summary")
-        elif self._checkpoints.steps():
-            last = self._checkpoints.steps()[-1]
-            self._view.say(f"{outcome}; go on from step {last} with: rollart train --resume {path}")
         else:
-            self._view.say(f"{outcome} before the first checkpoint")
+            self._say_way_on(outcome)
+
+    def _say_way_on(self, ended: str) -> None:
+        if steps := self._checkpoints.steps():
+            self._view.say(f"{ended}; go on from step {steps[-1]} with: rollart train --resume {self._folder.path}")
+        else:
+            self._view.say(f"{ended} before the first checkpoint")
 
     async def _work(self) -> None:
         config, state = self._config, self._state
@@ -217,6 +228,8 @@ class _Run:
             self._view.say("starting workers")
             path, say = self._folder.path, self._announce
             async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
+                if state is None:
+                    self._folder.become_latest()
                 await self._prepare(workers, specs, model)
                 await self._train(workers, specs, model)
 
@@ -305,6 +318,7 @@ class _Run:
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
+        workers.end = self._loop.end
         watching = [asyncio.ensure_future(observer.watch())]
         if _scales(config):
             scaler = EnvironmentScaler(workers, proxy.stats, ledger.clock.counts, supervisor.watch, workers.decide)

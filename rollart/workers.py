@@ -1,8 +1,9 @@
 """The workers of a run: placed on pools, started as Clusters, and replaced when they die.
 
 Invariant: every worker stands on a binding that this run holds, and gives it back when it is gone for good. A worker
-that dies is started again on the same binding, after `MAX_RESTARTS` deaths or with its node elsewhere; a role without
-any worker left, or the death of the trainer, ends the run. What this file leaves out: when a worker counts as dead
+that dies is started again on the same binding, after `MAX_RESTARTS` deaths or with its node elsewhere; one whose
+devices another run has got is ended, and started on others. The death of the trainer ends the run; so does a role
+without any worker left, but not before a checkpoint is made. What this file leaves out: when a worker counts as dead
 (`control/supervisor.py`) and what becomes of the requests it held (`control/llm_proxy.py`).
 """
 
@@ -20,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from rollart.config import Config, serverless_of, to_dict
+from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
@@ -31,8 +33,7 @@ from rollart.data.training import RemoteTrainer
 from rollart.errors import ResourceError, RollartError, WorkerDied
 from rollart.protocols import Addressed, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
-from rollart.resource.placement import Placement, place, pool_specs
-from rollart.resource.pool import PoolRow
+from rollart.resource.placement import Placement, place
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
 from rollart.shard import RemoteShard
@@ -82,15 +83,20 @@ class Workers:
     runner: ShardedRunner | None = field(default=None, init=False)
     restarts: Counter[str] = field(default_factory=Counter, init=False)
     decisions: list[str] = field(default_factory=list, init=False)
+    end: Callable[[RollartError], None] | None = field(default=None, init=False)
+    """Ends the training with an error once it has saved a checkpoint; None while nothing is trained."""
     num_environments: int = field(init=False)
     """Environment workers ever started, successors of dead ones not counted."""
     _deaths: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _ending: bool = field(default=False, init=False)
+    _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:
         reward, training = self.of_role("reward"), self.of_role("actor_train")
         self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
         self.num_environments = len(self.of_role("environment"))
+        self.resources.on_taken = self._leave
         self.trainer = RemoteTrainer(training[0].handle) if training else None
 
     def of_role(self, role: str) -> list[Member]:
@@ -168,6 +174,8 @@ class Workers:
         if role == "actor_train":
             raise WorkerDied(f"worker {worker.name!r} died: {reason}")
         self.say(f"worker {worker.name} died: {reason.splitlines()[0]}")
+        if self._ending:
+            return None
         origin = worker.name.partition(".")[0]
         while True:
             self.restarts[origin] += 1
@@ -175,10 +183,9 @@ class Workers:
                 binding = await self._new_binding(dead.binding, self._recent_deaths(origin))
             except ResourceError as error:
                 if not self.of_role(role):
-                    raise WorkerDied(
-                        f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"
-                    ) from error
-                self.say(f"going on without {origin}: {error}")
+                    self._end(WorkerDied(f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"))
+                else:
+                    self.say(f"going on without {origin}: {error}")
                 return None
             name = f"{origin}.{self.restarts[origin]}"
             try:
@@ -201,7 +208,9 @@ class Workers:
         nodes = {node.name for node in await self.runtime.nodes()}
         if old.node not in nodes:
             await self.resources.fail_node(old.node)
-        elif deaths <= MAX_RESTARTS and await self.resources.is_ours(old):
+        elif not await self.resources.is_ours(old):
+            await self.resources.release(old)
+        elif deaths <= MAX_RESTARTS:
             return old
         elif old.share > 1:  # others work on the same devices: it is not they that are broken
             await self.resources.release(old)
@@ -210,10 +219,29 @@ class Workers:
             await self.resources.fail(old)
         return await self.resources.bind(old.worker, old.role, old.asked_class, len(old.devices))
 
+    def _leave(self, binding: Binding, run: str) -> None:
+        """Another run has got the devices of a binding: its worker ends, the trainer's not before a checkpoint."""
+        for member in self.members.values():
+            if member.binding == binding:
+                if binding.role == "actor_train" and self.end is not None:
+                    self._end(ResourceError(f"{binding}, on which {member.name} trains, has gone to run {run!r}"))
+                else:
+                    self._background.spawn(member.handle.stop(), f"end of {member.name}")
+
+    def _end(self, error: RollartError) -> None:
+        """Nobody is replaced any more."""
+        if self.end is None:
+            raise error
+        self._ending = True
+        self.say(f"ending after this step, with a checkpoint: {str(error).splitlines()[0]}")
+        self.end(error)
+
     async def _start(self, name: str, binding: Binding) -> Member:
         handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
         member = Member(handle, binding)
         try:
+            if binding not in self.resources.bindings:
+                raise ResourceError(f"another run has got {binding} while {name} started there")
             await self._take_in(member)
         except RollartError:
             self.members.pop(name, None)
@@ -315,6 +343,8 @@ async def started(
         recipes = _recipes(config, model, dict(weights), placement)
         members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
         workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        if lost := [each for each in bindings if each not in resources.bindings]:
+            raise ResourceError(f"another run has got {lost[0]} while the workers started")
         await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
         yield workers
 
@@ -372,24 +402,3 @@ def _recipes(
             "weights": weights,
         },
     }
-
-
-def view(config: Config, repair: str = "") -> list[PoolRow]:
-    """The pools of a config as they are now in its store; first, say that node `repair` works again.
-
-    Raises ConfigError, ResourceError.
-    """
-    return asyncio.run(_view(config, repair))
-
-
-async def _view(config: Config, repair: str) -> list[PoolRow]:
-    runtime = open_runtime(config.runtime, Path())
-    try:
-        settings = config.resources
-        specs = pool_specs(config.pools, await runtime.nodes())
-        manager = ResourceManager(open_store(settings.store), specs, "view", name=settings.name)
-        if repair:
-            await manager.repair(repair)
-        return await manager.rows()
-    finally:
-        await runtime.shutdown()

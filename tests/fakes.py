@@ -395,6 +395,7 @@ class FakeRun:
         self.supervisor = Supervisor([self.worker])
         self.background = Background()
         self.proxy = LLMProxy(self.engines, background=self.background)
+        self.proxy.on_workers = self.ledger.clock.engines
         self.reward = reward
         services = Services(
             self.env,

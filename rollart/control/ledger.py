@@ -4,8 +4,8 @@
 of the running trajectories in proportion to their number, integrated at each change. `Ledger` adds the other waits, the
 histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
 
-Invariant: the seconds attributed to stages (and to `nothing_running`) add up to the time spent in `waiting_for_batch`.
-What it leaves out: storing and showing any of it.
+Invariant: the seconds attributed to stages (and to `nothing_running`, `no_engine`) add up to the time spent in
+`waiting_for_batch`. What it leaves out: storing and showing any of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rollart.types import EngineStats, Trajectory
 
 STAGES = ("reset", "generate", "step", "score")
 IDLE = "nothing_running"
+NO_ENGINE = "no_engine"
+"""Trajectories generate, but there is no inference worker."""
 COUNTERS = ("ages", "lags", "aborted", "discarded")
 
 
@@ -30,8 +32,9 @@ class StageClock:
     def __init__(self) -> None:
         self.counts: dict[str, int] = dict.fromkeys(STAGES, 0)
         self.num_running = 0
-        self.waited_s: dict[str, float] = dict.fromkeys((*STAGES, IDLE), 0.0)
+        self.waited_s: dict[str, float] = dict.fromkeys((*STAGES, IDLE, NO_ENGINE), 0.0)
         self.rollout_waited_s = 0.0
+        self._has_engine = True
         self._batch_awaited = False
         self._training = False
         self._since = 0.0
@@ -56,6 +59,11 @@ class StageClock:
             self.counts[stage] += change
             self.num_running += change
 
+    def engines(self, number: int) -> None:
+        """So many inference workers are there from now on."""
+        self._integrate()
+        self._has_engine = number > 0
+
     def await_batch(self, waiting: bool) -> None:
         """The trainer begins or ends to wait for a batch."""
         self._integrate()
@@ -78,7 +86,8 @@ class StageClock:
             return
         for stage, count in self.counts.items():
             if count:
-                self.waited_s[stage] += passed_s * count / self.num_running
+                cause = NO_ENGINE if stage == "generate" and not self._has_engine else stage
+                self.waited_s[cause] += passed_s * count / self.num_running
 
 
 class Ledger:

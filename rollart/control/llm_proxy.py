@@ -38,7 +38,7 @@ class LLMProxy:
     """`classes` gives a worker's device class for `router`.
 
     The driver's proxy moves the weights, and tells `followers`. One in a shard only holds and lets go when it is told,
-    by `hold` and `let_go`, and its `version` is set.
+    by `hold` and `let_go`, and its `version` is set. `on_workers` hears how many workers there are, at each change.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class LLMProxy:
         self._has_weights = False
         self._changing = asyncio.Lock()
         self.followers: Followers | None = None
+        self.on_workers: Callable[[int], None] = lambda _: None
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
         self._ended: dict[str, list[str]] = {}
@@ -115,6 +116,7 @@ class LLMProxy:
             self._router.remove(name)
             if not self._router.is_reserved(device_class):
                 self._adopt(self._affinity.left(device_class))
+            self.on_workers(self.num_workers)
 
     async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
@@ -214,6 +216,7 @@ class LLMProxy:
     def _add(self, worker: InferenceHandle, device_class: str) -> None:
         self._router.add(worker.name, device_class)
         self._workers[worker.name] = worker
+        self.on_workers(self.num_workers)
         if not self._router.is_reserved(device_class):
             self._adopt(self._affinity.joined(device_class))
 

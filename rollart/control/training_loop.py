@@ -112,10 +112,19 @@ class TrainingLoop:
         self._published: int | None = None
         self._evaluated_step: int | None = None
         self._stop = asyncio.Event()
+        self._fault: Exception | None = None
+        self._saved = False
         self._step_began = 0.0
 
     def request_stop(self) -> None:
         """Finish the current train_step, save, and return from `run`."""
+        self._stop.set()
+
+    def end(self, fault: Exception) -> None:
+        """As `request_stop`, but `run` raises `fault`, the first of them, once it has saved; at once if it has."""
+        if self._saved:
+            self._supervisor.fail(fault)
+        self._fault = self._fault or fault
         self._stop.set()
 
     @property
@@ -302,6 +311,9 @@ class TrainingLoop:
         """The last train_step ends; then a clean stop saves, and a complete run also updates and evaluates."""
         await self._finish_training()
         await self._save()
+        if self._fault is not None:
+            raise self._fault
+        self._saved = True
         if self.stopping and not self._is_last():
             return
         await self._update()

@@ -29,7 +29,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from rollart.data.ray_actor import Actor
+from rollart import __version__
+from rollart.data.handshake import check_greeting
+from rollart.data.ray_actor import Actor, Order
 from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info
 from rollart.data.runtime import last_output
 from rollart.data.wire import Answer, encode
@@ -48,6 +50,8 @@ MAX_CALLS = 100_000
 UNSURE_S = 60.0
 """How long an actor may be out of reach, all in all, before it counts as dead without a word of Ray's."""
 NAMESPACE = "rollart"
+BEGINNING = "creation task"
+"""In Ray's words for an actor whose constructor failed."""
 UNSURE_LOOK_S = 0.5
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters of several machines; "0" makes a cluster that starts here listen on loopback alone."""
@@ -173,12 +177,12 @@ class RayRuntime:
         environ = ENVIRON if binding is None or binding.device == "cuda" else {**ENVIRON, "CUDA_VISIBLE_DEVICES": ""}
         unique = f"{name}-{uuid.uuid4().hex}"
         kind = self._ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0, **options)(Actor)
-        kind = kind.options(name=unique, namespace=NAMESPACE)
-        actor = kind.remote(target, encode(dict(kwargs)), os.getcwd(), str(log), environ)
+        actor = kind.options(name=unique, namespace=NAMESPACE).remote()
         worker = RayWorker(self._ray, name, actor, unique, group, log)
         self._workers.append(worker)
         try:
-            await worker.build()
+            await worker.greet(f"node {binding.node}" if binding is not None else "its node")
+            await worker.build(Order(target, dict(kwargs), os.getcwd(), str(log), environ))
         except BaseException:
             await worker.stop()
             raise
@@ -265,9 +269,22 @@ class RayWorker:
         self._death: asyncio.Future[str] = loop.create_future()
         self._watching = loop.create_task(self._watch(), name=f"watch {name}")
 
-    async def build(self) -> None:
+    async def greet(self, node: str) -> None:
+        """Hear which rollart the actor is of. Raises ResourceError when it is another one, or none; WorkerDied."""
+        try:
+            theirs = await self._actor.hello.remote()
+        except self._lost as error:
+            if isinstance(error, self._raised) or BEGINNING in str(error):
+                raise ResourceError(
+                    f"worker {self.name}: {node} cannot begin it ({_last_line(error)}); has it the rollart "
+                    f"{__version__} of this process, with its packages?"
+                ) from error
+            raise WorkerDied(f"worker {self.name}, first call: {self._described(error)}") from error
+        check_greeting(theirs, f"worker {self.name}: {node}")
+
+    async def build(self, order: Order) -> None:
         """Build the object. Raises what that raised."""
-        await self._answer("__build__", self._actor.build.remote())
+        await self._answer("__build__", self._actor.build.remote(encode(order)))
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
         """Call a method of the object in the actor."""
@@ -347,3 +364,7 @@ class RayWorker:
         return " ".join(lines[:3] if len(lines) < 8 else [*lines[:2], lines[-1]]) + (
             last_output(self._log) if self._log else ""
         )
+
+
+def _last_line(error: BaseException) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

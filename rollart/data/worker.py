@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from rollart.data.channel import STREAM_LIMIT
+from rollart.data.handshake import check_greeting
 from rollart.data.listener import Listener
 from rollart.data.serverless.registry import attach
 from rollart.data.targets import named
@@ -85,8 +86,9 @@ async def serve(connection: socket.socket) -> None:
     reader, stream = await asyncio.open_connection(sock=connection, limit=STREAM_LIMIT)
     calls, writer = frames(reader), FrameWriter(stream)
     first = msgspec.msgpack.decode(await anext(calls), type=Call)
-    target, kwargs = (msgspec.msgpack.decode(raw) for raw in first.arguments)
+    target, kwargs, hello = (msgspec.msgpack.decode(raw) for raw in first.arguments)
     try:
+        check_greeting(hello, "the driver")
         host = Host(build(target, kwargs))
         await host.start()
     except Exception as error:

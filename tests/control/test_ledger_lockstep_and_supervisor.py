@@ -34,7 +34,28 @@ def test_every_second_of_waiting_is_attributed_to_the_stages_that_ran() -> None:
         return ledger.clock.waited_s
 
     waited = run_virtual(main())
-    assert waited == {"reset": 3.0, "generate": 1.0, "step": 3.0, "score": 0.0, "nothing_running": 4.0}
+    assert waited == {"reset": 3, "generate": 1, "step": 3, "score": 0, "nothing_running": 4, "no_engine": 0}
+
+
+def test_trajectories_that_generate_without_an_engine_wait_for_one() -> None:
+    async def main() -> dict[str, float]:
+        ledger = Ledger()
+        ledger.clock.change(None, "generate")
+        ledger.clock.change(None, "step")
+        with ledger.waiting_for_batch():
+            await asyncio.sleep(2.0)
+            ledger.clock.engines(0)
+            await asyncio.sleep(6.0)
+            ledger.clock.engines(1)
+            await asyncio.sleep(2.0)
+        return ledger.clock.waited_s
+
+    waited = run_virtual(main())
+    assert {cause: seconds for cause, seconds in waited.items() if seconds} == {
+        "generate": 2.0,
+        "step": 5.0,
+        "no_engine": 3.0,
+    }
 
 
 def test_rollout_waits_for_training_while_nothing_runs() -> None:

@@ -16,8 +16,8 @@ import pytest
 import rollart.distributed as rdist
 from rollart.errors import WorkerDied
 from rollart.pipeline import train
+from rollart.pool_view import view
 from rollart.run_folder import checkpoints
-from rollart.workers import view
 from tests.e2e.laboratory import REPOSITORY, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
 from tests.ray.conftest import Machines
 
