@@ -147,10 +147,7 @@ def lower_bound(config: Config, profile: Profile, model: ModelShape, batches: Ba
     seconds, num_devices = train_seconds(profile, trainers[0].device_class, model), sum(e.num_devices for e in trainers)
     lengths = [[sum(each.prompts) + sum(each.responses) for each in batch] for batch in batches]
     generated = [sum(sum(each.responses) for each in batch) for batch in batches]
-    train_s = [
-        seconds(each, number, num_devices)
-        for each, number in zip(lengths, generated, strict=True)
-    ]
+    train_s = [seconds(each, number, num_devices) for each, number in zip(lengths, generated, strict=True)]
     staleness = Staleness.of(config.effective_alpha, config.rollout.groups_per_batch)
     return bound_of(batches, train_s, engines, staleness, config.rollout.group_size, config.plan.lockstep)
 

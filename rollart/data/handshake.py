@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +19,12 @@ import msgspec
 from msgspec import Struct
 
 from rollart import __version__, protocols, sections, types
-from rollart.data import roles, wire
+from rollart.data import wire
 from rollart.errors import ResourceError
 
-TRAVELLING = (types, sections, wire, protocols, roles)
+ROLES = "rollart.data.roles"
+"""By name, as runtimes call it: what it builds imports torch."""
+TRAVELLING = (types, sections, wire, protocols, import_module(ROLES))
 """Modules whose Structs, methods and functions say what a message looks like."""
 
 

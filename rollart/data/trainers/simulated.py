@@ -15,7 +15,6 @@ from rollart.data.simulated.timeline import Timeline
 from rollart.errors import TrainError
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
-
 TrainSeconds = Callable[[Sequence[int], int, int], float]
 """(tokens of each sequence, generated tokens of all, devices that train together) -> seconds of a train_step."""
 
