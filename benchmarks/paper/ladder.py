@@ -8,7 +8,7 @@ The rows after it are RollArt's at RollArt's cost, with the same alpha, by polic
     early_slots        the paper's split; a batch's slots are free as its training starts (`rollout.free_slots`)
     early_slots_paced  and as many groups more in flight as spare the trainer its wait (`rollout.extra_groups = "auto"`)
     split              64 instead of 32 H800 train, and no other policy than the paper's
-    ours               the split with early slots
+    ours               the split with both policies, which `plan` finds
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ STEPS = (
     ("early_slots_paced", "rollart", None),
     ("split", "rollart", None),
     ("ours", "rollart", None),
+    ("ours", "split", None),
 )
 SPLIT = {"H800": 64}
 EARLY = {"rollout__free_slots": "train_start"}
@@ -51,7 +52,7 @@ def rungs(settings: Settings) -> list[Row]:
         "early_slots": run(config(settings, "rollart", **EARLY)),
         "early_slots_paced": run(config(settings, "rollart", **EARLY, **PACED)),
         "split": run(config(split, "rollart")),
-        "ours": run(config(split, "rollart", **EARLY)),
+        "ours": run(config(split, "rollart", **EARLY, **PACED)),
     }
     ratios: list[Row] = [
         {
