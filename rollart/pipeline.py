@@ -319,7 +319,7 @@ class _Run:
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
         workers.end = self._loop.end
-        watching = [asyncio.ensure_future(observer.watch())]
+        watching = [asyncio.ensure_future(observer.watch()), asyncio.ensure_future(workers.watch_runtime())]
         if _scales(config):
             scaler = EnvironmentScaler(workers, proxy.stats, ledger.clock.counts, supervisor.watch, workers.decide)
             watching.append(asyncio.ensure_future(scaler.run()))

@@ -234,6 +234,15 @@ class Runtime(Protocol):
         ...
 
 
+@runtime_checkable
+class Losable(Protocol):
+    """A runtime that depends on something that can die."""
+
+    async def wait_lost(self) -> str:
+        """What has died, once nothing can be started any more; workers may answer for a moment longer."""
+        ...
+
+
 # ------------------------------------------------------------------------------------- the four handles of control
 class InferenceHandle(Protocol):
     """One inference worker. Every call returns between two engine steps."""

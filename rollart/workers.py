@@ -31,7 +31,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
 from rollart.errors import ResourceError, RollartError, WorkerDied
-from rollart.protocols import Addressed, Runtime, WorkerHandle
+from rollart.protocols import Addressed, Losable, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
 from rollart.resource.placement import Placement, place
 from rollart.resource.routing import Router
@@ -227,6 +227,11 @@ class Workers:
                     self._end(ResourceError(f"{binding}, on which {member.name} trains, has gone to run {run!r}"))
                 else:
                     self._background.spawn(member.handle.stop(), f"end of {member.name}")
+
+    async def watch_runtime(self) -> None:
+        """End the training while workers still answer, when the runtime is lost."""
+        if isinstance(self.runtime, Losable):
+            self._end(ResourceError(await self.runtime.wait_lost()))
 
     def _end(self, error: RollartError) -> None:
         """Nobody is replaced any more."""

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from rollart import __version__, protocols, sections, types
-from rollart.data import wire
+from rollart import __version__
 from rollart.errors import ResourceError
 
-ROLES = "rollart.data.roles"
-"""By name, as runtimes call it: what it builds imports torch."""
-TRAVELLING = (types, sections, wire, protocols, import_module(ROLES))
+TRAVELLING = ("rollart.types", "rollart.sections", "rollart.protocols", "rollart.data.wire", "rollart.data.roles")
 """Modules whose Structs, methods and functions say what a message looks like."""
 
 
 @functools.cache
 def greeting() -> bytes:
     """Of this process."""
-    return msgspec.msgpack.encode({"rollart": __version__, "wire": shapes()})
+    return msgspec.msgpack.encode({"rollart": __version__, "wire": shapes(map(importlib.import_module, TRAVELLING))})
 
 
 def check_greeting(theirs: bytes, who: str) -> None:
@@ -48,7 +45,7 @@ def _shown(one: dict[str, str]) -> str:
     return f"rollart {one.get('rollart', '(of no version)')} (wire format {one.get('wire', 'unknown')})"
 
 
-def shapes(modules: tuple[ModuleType, ...] = TRAVELLING) -> str:
+def shapes(modules: Iterable[ModuleType]) -> str:
     """A digest of names and types of all that travels, as the sources have them; comments and bodies do not count."""
     lines = sorted(line for module in modules for line in _shapes(module))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]

@@ -16,7 +16,8 @@ from rollart.data.runtime import LocalRuntime
 from rollart.errors import ResourceError
 from tests.data.runtime_contract import TARGET
 
-OTHERS = [{"rollart": "9.9.9", "wire": shapes()}, {"rollart": __version__, "wire": "0badc0de"}, {"salut": "monde"}]
+HERE: dict[str, str] = msgspec.msgpack.decode(greeting())
+OTHERS = [{**HERE, "rollart": "9.9.9"}, {**HERE, "wire": "0badc0de"}, {"salut": "monde"}]
 
 
 def encoded(other: dict[str, str]) -> bytes:
@@ -25,7 +26,8 @@ def encoded(other: dict[str, str]) -> bytes:
 
 def test_an_actor_greets_with_what_this_process_is_before_it_is_told_anything() -> None:
     theirs = asyncio.run(Actor().hello())
-    assert msgspec.msgpack.decode(theirs) == {"rollart": __version__, "wire": shapes()}
+    assert msgspec.msgpack.decode(theirs) == HERE
+    assert HERE["rollart"] == __version__
     check_greeting(theirs, "node n")
 
 
@@ -34,7 +36,7 @@ def test_another_rollart_is_told_with_who_has_it_both_versions_and_the_way_out(o
     with pytest.raises(ResourceError) as caught:
         check_greeting(encoded(other), "node n")
     assert str(caught.value).startswith("node n has rollart ")
-    assert f"but here is rollart {__version__} (wire format {shapes()})" in str(caught.value)
+    assert f"but here is rollart {__version__} (wire format {HERE['wire']})" in str(caught.value)
     assert "install the same rollart on all machines" in str(caught.value)
     assert all(value in str(caught.value) for key, value in other.items() if key != "salut")
 

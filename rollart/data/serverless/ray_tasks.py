@@ -21,7 +21,8 @@ import msgspec
 
 from rollart.data.handshake import check_greeting, greeting
 from rollart.data.ray_actor import enter
-from rollart.data.ray_runtime import BULK_BYTES, Connection, address_of
+from rollart.data.ray_runtime import Connection, address_of
+from rollart.data.ray_worker import BULK_BYTES
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import Handler, make_handler
 from rollart.data.targets import named
