@@ -176,7 +176,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
     with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_serverless, _check_log):
+    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_serverless, _check_weights, _check_log):
         rule(config)
     return config
 
@@ -275,6 +275,17 @@ def _check_serverless(config: Config) -> None:
     for name in config.serverless:
         if name not in (names := [*config.tasks, "default"]):
             raise ConfigError(f"serverless.{toml.key(name)}: no task has this name{nearest(name, names)}")
+
+
+def _check_weights(config: Config) -> None:
+    weights = config.weights
+    for key, differs in (("master", weights.master), ("replicas", weights.replicas != 1)):
+        if differs and weights.store != "mooncake":
+            raise ConfigError(
+                f"weights.{key}: only read with weights.store = 'mooncake'; leave it out or take that store"
+            )
+    if weights.master and not weights.master.rpartition(":")[2].isdigit():
+        raise ConfigError(f"weights.master: {weights.master!r} is not of the form host:port, such as 10.0.0.5:50051")
 
 
 def _check_log(config: Config) -> None:

@@ -16,6 +16,7 @@
     |       `-- EndpointBusy ... because it takes no more calls now
     |-- TrainError           a training step                          (also RuntimeError)
     |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
+    |   `-- WeightsLost      ... which another place could still give
     `-- RunFolderError       the run folder or a checkpoint           (also OSError)
 
 Every class takes one message, so every instance can be pickled and sent by name over a wire.
@@ -97,6 +98,10 @@ class TrainError(RollartError, RuntimeError):
 
 class WeightsError(RollartError, RuntimeError):
     """Weights are missing, damaged, of the wrong shape, or not those that were published."""
+
+
+class WeightsLost(WeightsError):
+    """A version could not be put into the store, or cannot be had from it; whoever has it can publish it elsewhere."""
 
 
 class RunFolderError(RollartError, OSError):

@@ -35,7 +35,7 @@ from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
 from rollart.data.serverless.meter import Usage as FunctionUsage
-from rollart.data.weights_folder import SHARED_MEMORY, default_folder
+from rollart.data.weights_place import in_folder, weights_place
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.exporter import serving
 from rollart.metrics import Metrics
@@ -218,16 +218,13 @@ class _Run:
         self._view.say(f"run folder {self._folder.path}")
         model = await model_folder(config.model.name) if state is None else self._checkpoints.trainer_folder(state.step)
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        settings, in_run = config.weights, self._folder.path / "weights"
-        nearest = in_run if config.runtime == "ray" else SHARED_MEMORY  # no memory is shared between machines
-        with (
-            serving(config.log.prometheus, self._values, self._rewards, self._view.say),
-            default_folder(self._folder.path.name, in_run, model_bytes, settings.keep, nearest) as place,
-        ):
-            weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
+        path, say = self._folder.path, self._announce
+        with serving(config.log.prometheus, self._values, self._rewards, self._view.say):
             self._view.say("starting workers")
-            path, say = self._folder.path, self._announce
-            async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
+            async with (
+                weights_place(config, path, model_bytes) as weights,
+                started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers,
+            ):
                 if state is None:
                     self._folder.become_latest()
                 await self._prepare(workers, specs, model)
@@ -333,7 +330,7 @@ class _Run:
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
     specs = registry.specs(config)
-    weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
+    weights = in_folder(config.weights, run / "weights")
     async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
         proxy = llm_proxy(config, workers, workers.router(config.rollout.engine_slots), background, state.version, _say)

@@ -7,7 +7,7 @@ protocols and patch nothing. What this file leaves out: any implementation.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rollart.types import (
@@ -63,7 +63,13 @@ class RewardFunction(Protocol):
 
 # ---------------------------------------------------------------------------------------------------- inside workers
 Tensors = Iterable[tuple[str, Any]]
-"""(parameter name, CPU tensor) pairs; typed loosely so that this file needs no torch."""
+"""(parameter name, CPU tensor) pairs; typed loosely so that this file needs no torch. May be read once, lazily."""
+
+
+class FrozenTensors(tuple[tuple[str, Any], ...]):
+    """Tensors that nobody changes any more: an engine that is given them may keep them instead of copying them."""
+
+    __slots__ = ()
 
 
 class Engine(Protocol):
@@ -91,7 +97,11 @@ class Engine(Protocol):
         ...
 
     def update(self, version: int, tensors: Tensors) -> None:
-        """Load weights in place; all KV becomes stale and running requests are recomputed before they go on."""
+        """Load weights in place; all KV becomes stale and running requests are recomputed before they go on.
+
+        `tensors` may be lazy, and is read once; of `FrozenTensors` the memory may be kept. `stats().version` says
+        `version` once the weights are those, and not before.
+        """
         ...
 
     def resume(self) -> None:
@@ -165,19 +175,26 @@ class WeightStore(Protocol):
     """Versions of the weights as buckets. A version exists once its manifest is written, and never changes."""
 
     def publish(self, version: int, tensors: Tensors) -> WeightManifest:
-        """Write buckets, then the manifest; drop versions beyond the number kept."""
+        """Write buckets, then the manifest; drop versions beyond the number kept.
+
+        Raises WeightsError; WeightsLost when `rescue` can help.
+        """
         ...
 
-    def fetch(self, version: int) -> list[tuple[str, Any]]:
-        """Read and verify one version. Raises WeightsError when missing or damaged."""
+    def rescue(self, version: int, tensors: Tensors) -> WeightManifest:
+        """Publish a version elsewhere that could not be published, or was lost. Raises WeightsError."""
         ...
 
-    def num_bytes(self, version: int) -> int:
-        """Size of a version's buckets; 0 when it is not there."""
+    def fetch(self, version: int, model: Sequence[ParameterInfo] | None = None) -> Iterator[tuple[str, Any]]:
+        """Read and verify one version, bucket by bucket; nobody changes these tensors any more.
+
+        Raises WeightsError when it is missing, damaged, or not of `model`: at once, or before anything of the bucket
+        concerned is given out. Raises WeightsLost when `rescue` can help.
+        """
         ...
 
-    def latest(self) -> int | None:
-        """The newest published version."""
+    def quick(self, version: int) -> bool:
+        """Whether fetching it takes a few milliseconds at most, or fails as fast."""
         ...
 
 
@@ -264,8 +281,11 @@ class InferenceHandle(Protocol):
         """Read a published version into memory while generation goes on."""
         ...
 
-    async def update(self, version: int) -> None:
-        """Load a version (prefetched or not). Raises WeightsError when it is missing or damaged."""
+    async def update(self, version: int) -> int:
+        """Load a version (prefetched or not); the version that the engine then holds.
+
+        Raises WeightsError when it is missing, damaged, of another model or older than the one held.
+        """
         ...
 
     async def resume(self) -> None: ...
@@ -275,6 +295,10 @@ class InferenceHandle(Protocol):
     async def parameters(self) -> list[ParameterInfo]: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def stop(self) -> None:
+        """End the worker; what it was asked then raises WorkerDied."""
+        ...
 
 
 class EnvHandle(Protocol):
@@ -351,6 +375,10 @@ class TrainHandle(Protocol):
 
     async def publish(self, version: int) -> WeightManifest:
         """Publish the current weights as `version`; returns when the manifest is written."""
+        ...
+
+    async def rescue(self, version: int) -> None:
+        """Publish `version` once more, elsewhere. Raises WeightsError where the trainer has other weights by now."""
         ...
 
     async def logprobs(self, tokens: list[int]) -> list[float]: ...

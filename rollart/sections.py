@@ -144,12 +144,23 @@ class EvalConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """`[weights]`: the store between trainer and engines."""
 
-    store: Literal["file"] = "file"
+    store: Literal["file", "mooncake"] = "file"
+    """`file`: in shared memory, or in the run folder. `mooncake`: a Mooncake store, with files as its stand-in."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept."""
     asynchronous: bool = True
     """Weights are published and read ahead while the rollout goes on; otherwise while it is suspended."""
+    delta: Whole = 0
+    """A whole version every so many, between them only what changed; 0 or 1: every version whole."""
+    update_timeout_s: Positive = 600.0
+    """Longest that an engine may take to load a version and say so; then it is ended and replaced."""
+    master: str = ""
+    """mooncake: host:port of a master that runs already, with store nodes; default: both are started with the run."""
+    replicas: Count = 1
+    """mooncake: copies of every bucket, each on a store node of its own."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """mooncake: how bytes travel."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):

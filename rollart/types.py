@@ -241,20 +241,34 @@ class ParameterInfo(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """One file or buffer of a published version."""
+    """One file or buffer of a published version. `num_bytes` and `checksum` are those of the whole bucket.
+
+    `delta`: what is stored under `key` are `stored_bytes` of difference to the same bucket of the manifest's `base`;
+    none where nothing changed.
+    """
 
     key: str
     num_bytes: int
     checksum: int
     names: tuple[str, ...]
+    delta: bool = False
+    stored_bytes: int = 0
 
 
 class WeightManifest(Struct, frozen=True):
-    """The last thing written of a version: a version without a manifest does not exist."""
+    """The last thing written of a version: a version without a manifest does not exist.
+
+    `model`: a fingerprint of `parameters`; `checksums`: their algorithm; `base`: the version that some of the buckets
+    are differences to; `note`: one line for people where something did not go as usual.
+    """
 
     version: int
     buckets: tuple[Bucket, ...]
     parameters: tuple[ParameterInfo, ...]
+    model: str = ""
+    checksums: str = "crc32"
+    base: int | None = None
+    note: str = ""
 
 
 class EnvReply(Struct, frozen=True):

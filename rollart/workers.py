@@ -97,7 +97,7 @@ class Workers:
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
         self.num_environments = len(self.of_role("environment"))
         self.resources.on_taken = self._leave
-        self.trainer = RemoteTrainer(training[0].handle) if training else None
+        self.trainer = RemoteTrainer(training[0].handle, say=self.say) if training else None
 
     def of_role(self, role: str) -> list[Member]:
         """Those that are alive."""

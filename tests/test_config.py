@@ -132,6 +132,10 @@ def test_combinations_that_cannot_work_say_what_would() -> None:
     for schedule in ("sync", "sync_plus", "one_off"):
         text = complaint("rollout.free_slots=train_start", f"schedule={schedule}")
         assert f"schedule '{schedule}' admits a batch at a time; take 'train_end', or schedule 'rollart'" in text
+    assert complaint("weights.replicas=2").startswith("weights.replicas: only read with weights.store = 'mooncake'")
+    assert "weights.master: 'here' is not of the form host:port" in complaint(
+        "weights.store=mooncake", "weights.master=here"
+    )
 
 
 def test_a_fractional_alpha_rounds_the_slots_up() -> None:

@@ -1,7 +1,8 @@
 """LLMProxy: the gateway between trajectories and inference workers (paper section 4).
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
-`version` is what every worker holds; a request that its caller gives up is aborted in the engine; a request whose
+`version` is what every worker says that it holds, and never goes back; a worker that does not say so in time is ended;
+a request that its caller gives up is aborted in the engine; a request whose
 worker dies goes to another, from the tokens that its trajectory has, and waits where there is none. What engines say
 of each request feeds `affinity`, whose decisions reach the router, and `say`, one line each.
 What it leaves out: restarting a dead worker (`join` takes the new one). An error of one request stays with its
@@ -17,7 +18,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from rollart.control.background import Background
-from rollart.errors import RollartError, WorkerDied
+from rollart.errors import RollartError, WeightsError, WeightsLost, WorkerDied
 from rollart.protocols import Followers, InferenceHandle
 from rollart.resource.affinity import Affinity, AffinityReport, Change
 from rollart.resource.routing import Router
@@ -35,7 +36,7 @@ class _Flight(Struct):
 
 
 class LLMProxy:
-    """`classes` gives a worker's device class for `router`.
+    """`classes` gives a worker's device class for `router`; `update_timeout_s`: longest that a worker may take to load.
 
     The driver's proxy moves the weights, and tells `followers`. One in a shard only holds and lets go when it is told,
     by `hold` and `let_go`, and its `version` is set. `on_workers` hears how many workers there are, at each change.
@@ -51,8 +52,10 @@ class LLMProxy:
         version: int = 0,
         affinity: Affinity | None = None,
         say: Callable[[str], None] | None = None,
+        update_timeout_s: float | None = None,
     ) -> None:
         self.version = version
+        self._update_timeout_s = update_timeout_s
         self._router = router or Router()
         self._affinity = affinity or Affinity(self._router.affinity)
         self._say = say
@@ -61,6 +64,7 @@ class LLMProxy:
         self._suspended = False
         self._has_weights = False
         self._changing = asyncio.Lock()
+        self._changed = asyncio.Event()
         self.followers: Followers | None = None
         self.on_workers: Callable[[int], None] = lambda _: None
         self._flights: dict[str, _Flight] = {}
@@ -117,16 +121,34 @@ class LLMProxy:
             if not self._router.is_reserved(device_class):
                 self._adopt(self._affinity.left(device_class))
             self.on_workers(self.num_workers)
+            self._tell_changed()
 
     async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
-        """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
+        """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise.
+
+        Where these weights are lost it waits for the next ones, as long as there are others.
+        """
+        while not await self._joined(worker, device_class):
+            await self._changed.wait()
+        self._open_gate()
+
+    async def _joined(self, worker: InferenceHandle, device_class: str) -> bool:
         async with self._changing:
             if self._suspended:
                 await worker.suspend()
-            if self._has_weights:
-                await worker.update(self.version)
+            try:
+                if self._has_weights:
+                    await self._updated(worker, self.version)
+            except WeightsLost:
+                if not self._workers:
+                    raise
+                return False
             self._add(worker, device_class)
-        self._open_gate()
+            return True
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
     def add(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A worker that holds the weights already. Harmless when it is known."""
@@ -167,13 +189,38 @@ class LLMProxy:
         await self._all(lambda worker: worker.prefetch(version), "prefetch")
 
     async def update(self, version: int) -> None:
-        """Step 3: all workers load `version`. Raises WeightsError naming the worker."""
+        """Step 3: all workers load `version` and say so. Raises WeightsError naming the worker."""
         async with self._changing:
-            await self._all(lambda worker: worker.update(version), f"update to version {version}")
+            if self._has_weights and version < self.version:
+                raise WeightsError(f"update to version {version}: the inference workers hold version {self.version}")
+            await self._all(lambda worker: self._updated(worker, version), f"update to version {version}")
             if self.followers is not None:
                 await self.followers.update(version)
             self.version = version
             self._has_weights = True
+        self._tell_changed()
+
+    async def _updated(self, worker: InferenceHandle, version: int) -> None:
+        """One worker loads `version`. Raises WeightsError when it holds another then, WorkerDied when it is silent."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                held = await worker.update(version)
+        except TimeoutError:
+            raise WorkerDied(self._too_late(worker, version)) from None
+        if held != version:
+            raise WeightsError(f"it holds version {held} after it was given version {version}")
+
+    def _too_late(self, worker: InferenceHandle, version: int) -> str:
+        """End a worker that does not say what it holds; its death is then noticed like any other."""
+        line = (
+            f"inference worker {worker.name!r} has not loaded version {version} within {self._update_timeout_s:g} s "
+            "(weights.update_timeout_s); it is ended and replaced"
+        )
+        if worker.name in self._workers:
+            self._background.spawn(worker.stop(), f"end of {worker.name}")
+            if self._say is not None:
+                self._say(line)
+        return line
 
     async def resume(self) -> None:
         """Step 4: engines go on, the gate opens."""

@@ -25,7 +25,7 @@ which are the hooks' and the pipeline's business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -38,7 +38,7 @@ from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.sample_buffer import Batch
 from rollart.control.supervisor import Supervisor
 from rollart.control.weights_check import canary_difference, check_parameters
-from rollart.errors import WeightsError
+from rollart.errors import WeightsError, WeightsLost
 from rollart.protocols import TrainHandle
 from rollart.types import EngineStats, TrainBatch, TrainReport
 
@@ -229,7 +229,7 @@ class TrainingLoop:
         if self._config.weights.asynchronous:
             await self._publish(version)
             with self._ledger.wait("weights"):
-                await self._proxy.prefetch(version)
+                await self._reach(self._proxy.prefetch, version)
 
     async def _finish_training(self) -> None:
         """Wait for the running train_step, if any, and raise its error."""
@@ -251,7 +251,7 @@ class TrainingLoop:
             await self._proxy.suspend()
         await self._publish(self.step)
         with self._ledger.wait("weights"):
-            await self._proxy.update(self.step)
+            await self._reach(self._proxy.update, self.step)
         self._scheduler.updated(self.step)
         with self._ledger.wait("suspended"):
             await self._proxy.resume()
@@ -265,6 +265,14 @@ class TrainingLoop:
                     self._trainer.publish(version), self._trainer.logprobs(self._canary_tokens)
                 )
             self._published = version
+
+    async def _reach(self, read: Callable[[int], Awaitable[None]], version: int) -> None:
+        """Let the workers read what the trainer still has; once more from elsewhere, where the store has lost it."""
+        try:
+            await read(version)
+        except WeightsLost:
+            await self._trainer.rescue(version)
+            await read(version)
 
     async def _check_canary(self, version: int) -> None:
         """Workers must give the log-probabilities that the trainer gave. Raises WeightsError."""

@@ -3,9 +3,10 @@
 A worker runs everything in one thread: a step is never interrupted, so every command (ADD, ABORT, SUSPEND, UPDATE,
 RESUME) is handled exactly between two steps. With nothing to do it waits for a command and burns no time.
 
-Invariant: every accepted `generate` ends exactly once: with its result, with its partial result after an abort, or
+Invariants: every accepted `generate` ends exactly once: with its result, with its partial result after an abort, or
 with GenerationError after an engine fault or at the close. Weights are read from the store while generation goes on,
-in a thread of their own unless they are small.
+in a thread of their own unless that is quick; an engine is given only a version that is whole, verified, of its own
+model and no older than the one it holds.
 Left out: choosing a worker (control) and starting its process (the runtime).
 """
 
@@ -17,12 +18,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rollart.data.engines import EngineFactory, create_engine
-from rollart.errors import GenerationError, boundary
-from rollart.protocols import WeightStore, WorkerHandle
+from rollart.errors import GenerationError, WeightsError, boundary
+from rollart.protocols import FrozenTensors, WeightStore, WorkerHandle
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
-
-SMALL_BYTES = 4 << 20
-"""Weights of so little are read in a few milliseconds."""
 
 
 class InferenceWorker:
@@ -36,10 +34,11 @@ class InferenceWorker:
     ) -> None:
         self._engine = create_engine(engine, model_folder, engine_options)
         self._store = store
+        self._model: list[ParameterInfo] | None = None
         self._futures: dict[str, asyncio.Future[GenResult]] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._fetching: tuple[int, asyncio.Task[list[tuple[str, Any]]]] | None = None
+        self._fetching: tuple[int, asyncio.Task[FrozenTensors]] | None = None
 
     async def start(self) -> None:
         """Begin to step."""
@@ -90,11 +89,18 @@ class InferenceWorker:
         """Read a published version into memory while generation goes on. Raises WeightsError."""
         await self._fetched(version)
 
-    async def update(self, version: int) -> None:
-        """Load a version, prefetched or not. Raises WeightsError, and then the old weights stay."""
+    async def update(self, version: int) -> int:
+        """Load a version, prefetched or not; the version that the engine says it holds then.
+
+        Raises WeightsError, and before anything reached the engine the old weights stay.
+        """
+        held = self._engine.stats().version
+        if version < held:
+            raise WeightsError(f"version {version} is older than version {held}, which this engine holds")
         tensors = await self._fetched(version)
         self._fetching = None
         self._engine.update(version, tensors)
+        return self._engine.stats().version
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Log-probability of each token but the first, without any cache."""
@@ -146,7 +152,7 @@ class InferenceWorker:
             self._engine.abort(request_id)
 
     # --------------------------------------------------------------------------------------------------- weights
-    async def _fetched(self, version: int) -> list[tuple[str, Any]]:
+    async def _fetched(self, version: int) -> FrozenTensors:
         """The tensors of a version: those being read already, or read now."""
         if self._fetching is None or self._fetching[0] != version:
             self._fetching = version, asyncio.create_task(self._fetch(version), name=f"fetch weights {version}")
@@ -158,11 +164,12 @@ class InferenceWorker:
                 self._fetching = None
             raise
 
-    async def _fetch(self, version: int) -> list[tuple[str, Any]]:
+    async def _fetch(self, version: int) -> FrozenTensors:
         """Beside the engine's steps; between two of them what is read sooner than a thread gets its turn."""
-        if self._store.num_bytes(version) <= SMALL_BYTES:
-            return self._store.fetch(version)
-        return await asyncio.to_thread(self._store.fetch, version)
+        model = self._model = self._model or self._engine.parameters()
+        if self._store.quick(version):
+            return FrozenTensors(self._store.fetch(version, model))
+        return await asyncio.to_thread(lambda: FrozenTensors(self._store.fetch(version, model)))
 
 
 class RemoteInference:
@@ -196,9 +203,9 @@ class RemoteInference:
         """Read a published version into memory while generation goes on."""
         await self._worker.call("prefetch", version)
 
-    async def update(self, version: int) -> None:
-        """Load a version."""
-        await self._worker.call("update", version)
+    async def update(self, version: int) -> int:
+        """Load a version; the one that the engine then holds."""
+        return cast(int, await self._worker.call("update", version, returns=int))
 
     async def resume(self) -> None:
         """Let steps advance again."""
@@ -215,3 +222,7 @@ class RemoteInference:
     async def stats(self) -> EngineStats:
         """The engine's counters."""
         return cast(EngineStats, await self._worker.call("stats", returns=EngineStats))
+
+    async def stop(self) -> None:
+        """End the worker."""
+        await self._worker.stop()

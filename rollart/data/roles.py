@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def inference(
     model_folder: str, engine: str, engine_options: dict[str, Any], weights: dict[str, Any]
 ) -> InferenceWorker:
-    """An inference worker. `weights` are the arguments of the weight store."""
+    """An inference worker. `weights` are the arguments of `weights.open_store`."""
     _one_compute_thread()
     from rollart.data.inference import InferenceWorker
-    from rollart.data.weights import FileWeightStore
+    from rollart.data.weights import open_store
 
-    return InferenceWorker(model_folder, engine, engine_options, FileWeightStore(**weights))
+    return InferenceWorker(model_folder, engine, engine_options, open_store(**weights))
 
 
 def training(
@@ -42,7 +42,7 @@ def training(
 
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
-    from rollart.data.weights import FileWeightStore
+    from rollart.data.weights import open_store
     from rollart.sections import TrainConfig
 
     made = trainer_factory(trainer)(
@@ -52,7 +52,7 @@ def training(
         seed=seed,
         device=device,
     )
-    return TrainWorker(made, FileWeightStore(**weights))
+    return TrainWorker(made, open_store(**weights))
 
 
 def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:

@@ -466,3 +466,29 @@ def test_two_equal_runs_are_equal() -> None:
     assert first.trained_specs == second.trained_specs
     assert first.trainer.spans == second.trainer.spans
     assert first.ledger.snapshot() == second.ledger.snapshot()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_weights_that_the_store_has_lost_are_published_once_more_by_the_trainer(asynchronous: bool) -> None:
+    run = FakeRun(weights__asynchronous=asynchronous)
+    store = run.store
+    run.hooks.on_step = lambda summary: store.lost.add(summary.version + 1) if summary.step in (2, 3) else None
+
+    async def main() -> None:
+        await run.train()
+
+    run_virtual(main())
+    assert run.trainer.rescued == [3, 4]
+    assert [version for _, version in run.engines[0].updates] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_weights_that_are_lost_again_after_their_rescue_end_the_run() -> None:
+    run = FakeRun()
+    run.store.lost.add(2)
+    run.trainer.can_rescue = False
+
+    async def main() -> None:
+        with pytest.raises(WeightsError, match="version 2 is out of reach"):
+            await run.train()
+
+    run_virtual(main())

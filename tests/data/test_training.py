@@ -13,8 +13,8 @@ import torch
 from rollart.data import roles
 from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
-from rollart.errors import ConfigError, WeightsError
-from rollart.types import ParameterInfo, TrainBatch, TrainReport
+from rollart.errors import ConfigError, WeightsError, WeightsLost
+from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
 
 class FakeTrainer:
@@ -90,6 +90,77 @@ def test_publishing_a_version_twice_fails_through_the_handle(store):
         asyncio.run(run())
 
 
+class PickyStore:
+    """Fails a publication with `fault`, if any, after it has read one tensor; remembers what it was told."""
+
+    def __init__(self, fault=None):
+        self.fault, self.published, self.rescued = fault, [], []
+
+    def publish(self, version, tensors):
+        names = [next(tensors)[0]]
+        if self.fault:
+            raise self.fault
+        self.published.append((version, names + [name for name, _ in tensors]))
+        return WeightManifest(version, (), ())
+
+    def rescue(self, version, tensors):
+        self.rescued.append((version, [name for name, _ in tensors]))
+        return WeightManifest(version, (), (), note="now in files")
+
+
+class ManyTensors(FakeTrainer):
+    """As trainers of several ranks: whoever begins to read its tensors must go on to the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.readings = []
+
+    def tensors(self):
+        self.readings.append("begun")
+        for name in "abc":
+            yield name, torch.tensor([self.weight])
+        self.readings.append("ended")
+
+
+def test_an_iteration_over_the_tensors_is_always_gone_through():
+    store, trainer = PickyStore(WeightsError("the disk is full")), ManyTensors()
+    worker = TrainWorker(trainer, store)
+    with pytest.raises(WeightsError, match="full"):
+        worker.publish(1)
+    assert trainer.readings == ["begun", "ended"]
+    worker.rescue(1)
+    assert trainer.readings == ["begun", "ended"] * 2
+    assert store.rescued == [(1, ["a", "b", "c"])]
+
+
+def test_what_cannot_be_published_in_one_place_is_published_in_the_other_and_said_in_one_line():
+    store, said = PickyStore(WeightsLost("the store is full")), []
+
+    async def run():
+        remote = RemoteTrainer(FakeWorker(TrainWorker(ManyTensors(), store)), say=said.append)
+        assert (await remote.publish(1)).note == "now in files"
+        store.fault = None
+        await remote.publish(2)
+        await remote.rescue(2)
+
+    asyncio.run(run())
+    assert (store.published, store.rescued) == ([(2, [*"abc"])], [(1, [*"abc"]), (2, [*"abc"])])
+    assert said == ["weights: now in files"] * 2
+
+
+@pytest.mark.parametrize("then", ["train_step", "warmup", "load", None])
+def test_only_the_weights_that_the_trainer_still_has_are_rescued(then):
+    store, trainer = PickyStore(), ManyTensors()
+    worker = TrainWorker(trainer, store)
+    if then is not None:
+        worker.publish(1)
+        arguments = {"train_step": [TrainBatch(1, 0, [])], "warmup": [[], 1, 0.1, 1], "load": ["folder"]}[then]
+        getattr(worker, then)(*arguments)
+    with pytest.raises(WeightsError, match="version 1 is lost, and the trainer holds other weights by now"):
+        worker.rescue(1)
+    assert store.rescued == []
+
+
 def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
     trainer = FakeTrainer()
     worker = FakeWorker(TrainWorker(trainer, store))
@@ -117,6 +188,6 @@ def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
         )
 
 
-def test_the_handle_and_the_folder_import_without_torch():
-    code = "import sys, rollart.data.training, rollart.data.weights_folder, rollart.learn.advantage as _; "
+def test_the_handle_and_the_place_of_weights_import_without_torch():
+    code = "import sys, rollart.data.training, rollart.data.weights_place, rollart.learn.advantage as _; "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from rollart.data.engines.attention import ATTENTION, Plan
 from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
-from rollart.protocols import Tensors
+from rollart.protocols import FrozenTensors, Tensors
 from rollart.types import ParameterInfo
 
 NAMED = 3
@@ -78,7 +78,11 @@ class CausalLM:
         return [_info(name, parameter) for name, parameter in self._model.named_parameters()]
 
     def load(self, tensors: Tensors) -> None:
-        """Copy weights in place. Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree."""
+        """Copy weights in place; on the CPU, keep those that nobody changes any more.
+
+        Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree.
+        """
+        kept = isinstance(tensors, FrozenTensors) and self._device.type == "cpu"
         given: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name in given:
@@ -87,7 +91,10 @@ class CausalLM:
         own = dict(self._model.named_parameters())
         _compare({name: _info(name, parameter) for name, parameter in own.items()}, given)
         for name, parameter in own.items():
-            parameter.copy_(given[name])
+            if kept:
+                parameter.data = given[name]
+            else:
+                parameter.copy_(given[name])
 
 
 @contextmanager
