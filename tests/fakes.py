@@ -156,6 +156,11 @@ class FakeInference:
         busy_s = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
         return EngineStats(version=self.version, busy_s=busy_s)
 
+    def die(self) -> None:
+        """Also what is suspended then ends."""
+        self.dead = "killed"
+        self._going.set()
+
     def _alive(self) -> None:
         if self.dead:
             raise WorkerDied(self.dead)

@@ -30,6 +30,7 @@ CPU_SHARE = 64
 WORKER_NAMES = {
     "actor_train": "training",
     "actor_gen": "inference",
+    "prefill": "prefill",
     "environment": "environment",
     "reward": "reward",
     "rollout": "rollout",
@@ -74,7 +75,7 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     generating = dict.fromkeys(each.device_class for each in wanted if each.role == "actor_gen")
     _check_affinity(affinity, pools, set(generating))
     if config.engine == "emulated":
-        _check_figures(pools, generating)
+        _check_figures(pools, [*generating, *(each.device_class for each in wanted if each.role == "prefill")])
     fallback = {name: pools.compatible(name)[1:] for name in pools.classes}
     if config.affinity == "auto":
         fallback = {name: tuple(other for other in generating if other != name) for name in generating}
@@ -231,6 +232,8 @@ def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wante
     Shards are as many as the trajectories need, none when the driver runs them.
     """
     settings = config.roles.get(role)
+    if role == "prefill" and settings is None:
+        return []
     classes = _classes(config, specs, role)
     asked = settings.workers if settings else 0
     if isinstance(asked, dict):
@@ -287,7 +290,9 @@ def _check_figures(pools: Pools, generating: Iterable[str]) -> None:
     for name in dict.fromkeys(each for asked in generating for each in pools.compatible(asked)):
         if name not in CLASSES:
             hint = nearest(name, list(CLASSES))
-            raise ConfigError(f"engine: 'emulated' has no figures for device class {name!r} of actor_gen{hint}")
+            raise ConfigError(
+                f"engine: 'emulated' has no figures for device class {name!r} of actor_gen or prefill{hint}"
+            )
 
 
 def _check_affinity(affinity: Mapping[str, str], pools: Pools, served: set[str]) -> None:
