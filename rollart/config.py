@@ -41,8 +41,6 @@ from rollart.sections import (
 )
 
 ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
-HANDING_OVER = ("embedded", "emulated")
-"""Engines that can be read on one worker and decode on another."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -251,11 +249,6 @@ def _check_pools(config: Config) -> None:
             raise ConfigError(f"roles.{toml.key(name)}: not a role{nearest(name, ROLES)}")
     if "rollout" in config.roles and config.roles["rollout"].workers:
         raise ConfigError("roles.rollout.workers: follows from rollout.shard_trajectories; set that instead")
-    if "prefill" in config.roles and config.engine not in HANDING_OVER:
-        raise ConfigError(
-            f"roles.prefill: engine {config.engine!r} cannot hand KV from one worker to another; leave the table out, "
-            f"or take engine {' or '.join(map(repr, HANDING_OVER))}"
-        )
     for name, pool in config.pools.items():
         said = [key for key in ("count", "ids", "nodes") if getattr(pool, key)]
         if len(said) > 1:

@@ -137,6 +137,7 @@ class DecodeWorker(InferenceWorker):
         self._arriving: set[str] = set()
         self._decoding: set[str] = set()
         self._peers: dict[str, WorkerHandle] = {}
+        self._connecting = asyncio.Lock()
 
     async def shutdown(self) -> None:
         """Stop stepping, fail whatever is still running, leave the other workers."""
@@ -204,8 +205,9 @@ class DecodeWorker(InferenceWorker):
             return bytearray()
         arguments = request, handoff.result, start, handoff.version
         try:
-            if address not in self._peers:
-                self._peers[address] = await connect("prefill", address)
+            async with self._connecting:
+                if address not in self._peers:
+                    self._peers[address] = await connect("prefill", address)
             return bytearray(await self._peers[address].call("fetch", *arguments, returns=bytearray))
         except WorkerDied as error:
             log.warning("request %s: its keys and values did not come: %s", request.request_id, error)

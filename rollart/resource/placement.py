@@ -27,6 +27,9 @@ from rollart.types import NodeInfo, PoolSpec
 CPU_SHARE = 64
 """Workers that share a CPU core by time, unless a pool says otherwise."""
 
+HANDING_OVER = ("embedded", "emulated")
+"""Engines whose requests can be read on one worker and decoded on another (`protocols.HandsOver`)."""
+
 WORKER_NAMES = {
     "actor_train": "training",
     "actor_gen": "inference",
@@ -67,6 +70,11 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
+    if "prefill" in config.roles and config.engine not in HANDING_OVER:
+        raise ConfigError(
+            f"roles.prefill: engine {config.engine!r} cannot hand KV from one worker to another; leave the table out, "
+            f"or take engine {' or '.join(map(repr, HANDING_OVER))}"
+        )
     # The widest first: a worker of a whole node finds none once small ones are on every node.
     wanted = sorted((each for role in roles for each in _workers(config, specs, role)), key=lambda it: -it.num_devices)
     for each in wanted:

@@ -63,6 +63,8 @@ class Readers:
         unread = {name: max(1, num_tokens - kept.serves(name, version)) for name in self._waiting}
         name = min(self._waiting, key=lambda each: self._waiting[each] + unread[each])
         self._waiting[name] += unread[name]
+        if name != kept.worker:
+            self._kept[trajectory_id] = Prefix(name, version, 0)
         return name, unread[name]
 
     def finished(self, name: str, unread: int) -> None:
@@ -75,7 +77,7 @@ class Readers:
         self._kept[trajectory_id] = prefix
 
     def forget(self, trajectory_id: str) -> str | None:
-        """A trajectory has ended; the worker that keeps something of it, where that still is."""
+        """A trajectory has ended; the worker that may keep something of it, where that still is."""
         name = self._kept.pop(trajectory_id, NOTHING).worker
         return name if name in self._waiting else None
 

@@ -71,10 +71,19 @@ def test_a_prefix_of_older_weights_or_of_a_worker_that_is_gone_counts_for_nothin
     readers = two()
     readers.keeps("t", Prefix("b", 3, 100))
     assert readers.choose("t", 120, 4) == ("a", 120)
+    readers.keeps("t", Prefix("b", 4, 100))
     readers.remove("b")
-    assert readers.choose("t", 120, 3) == ("a", 120)
     assert readers.forget("t") is None
+    readers.keeps("t", Prefix("b", 4, 100))
+    assert readers.choose("t", 120, 4) == ("a", 120)
     readers.finished("b", 1)
+
+
+def test_a_worker_may_keep_what_nobody_heard_that_it_has_read() -> None:
+    readers = two()
+    assert readers.choose("t", 120, 3) == ("a", 120)
+    assert readers.choose("t", 120, 3) == ("b", 120)
+    assert readers.forget("t") == "b"
 
 
 def test_a_prompt_that_is_kept_whole_still_has_a_token_to_read() -> None:
