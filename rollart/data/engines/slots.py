@@ -85,7 +85,7 @@ class Slots:
     def to_bytes(self, saved_L2HTD: Tensor) -> memoryview:
         """The keys and values of some tokens as they travel to another engine with the same model and dtype."""
         flat = saved_L2HTD.cpu().contiguous().view(torch.uint8).flatten()
-        return memoryview(flat.numpy())
+        return flat.numpy().data
 
     def from_bytes(self, payload: Payload, num_tokens: int) -> Tensor:
         """What `to_bytes` was given, [L, 2, H, num_tokens, D]. Raises GenerationError when its size is another."""
@@ -98,7 +98,8 @@ class Slots:
             )
         if not num_bytes:
             return self.buffer_L2SHWD.new_zeros(layers, 2, heads, 0, head_dim)
-        flat = torch.frombuffer(payload, dtype=self.buffer_L2SHWD.dtype)
+        writable = bytearray(payload) if isinstance(payload, bytes) else payload
+        flat = torch.frombuffer(writable, dtype=self.buffer_L2SHWD.dtype)
         return flat.view(layers, 2, heads, num_tokens, head_dim)
 
     def wipe(self, slot: int) -> None:
