@@ -40,7 +40,7 @@ from rollart.sections import (
     WeightsConfig,
 )
 
-ROLES = ("actor_train", "actor_gen", "environment", "reward", "rollout")
+ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -310,7 +310,7 @@ class Observer:
     def summary(self, outcome: str) -> dict[str, Any]:
         """What `summary.json` holds; `outcome`: completed, stopped, or the error that ended the run."""
         self._clock()
-        totals, account = self.totals, self._ledger.snapshot()
+        totals, account, prefill = self.totals, self._ledger.snapshot(), self._proxy.prefill.report()
         return {
             "outcome": outcome,
             "tasks": {name: _first_and_last(totals, name) for name in self._config.tasks},
@@ -329,6 +329,7 @@ class Observer:
             "groups": _plain(self._scheduler.book.counts),
             "resources": msgspec.to_builtins(self._resources()),
             "affinity": _plain(self._proxy.affinity()),
+            **({"prefill": _plain(prefill)} if prefill is not None else {}),
             "rewards": {name: usage.facts() for name, usage in self.rewards.items()},
             **account,
         }

@@ -120,6 +120,8 @@ def node_size(config: Config) -> int:
 
 def given(config: Config) -> Choice:
     """The choice that a config makes. Raises ConfigError, ResourceError."""
+    if "prefill" in config.roles:
+        raise ConfigError("roles.prefill: a plan says who reads by simulate.prefill; set that, and leave the table out")
     devices = {pool.device_class: pool.count for pool in pools(config)}
     node = NodeInfo("planned", {CPU: 1, **devices}, cuda=tuple(devices))
     # Any number of training workers: here they are a matter of devices alone.

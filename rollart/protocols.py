@@ -17,6 +17,7 @@ from rollart.types import (
     GenRequest,
     GenResult,
     GroupSpec,
+    Handoff,
     NodeInfo,
     ParameterInfo,
     RewardRequest,
@@ -126,6 +127,39 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters since the start."""
+        ...
+
+
+Payload = bytes | bytearray | memoryview
+"""KV on its way between two engines of one kind, or what such an engine needs to get it."""
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """What an engine can do besides, where requests are read on one worker and decoded on another.
+
+    `so_far`: what was generated of the request before. Contract (tests/data/test_handoff.py): the tokens,
+    log-probabilities and versions are those of an engine that does both; KV of other weights is never used.
+    """
+
+    def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
+        """As `Engine.add`, for the next token alone: unless that ends the request, its finish_reason is "handoff"."""
+        ...
+
+    def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
+        """KV of the tokens from `start` to the last but one, as kept for the trajectory; None when it is not."""
+        ...
+
+    def kept(self, request: GenRequest, so_far: GenResult) -> int:
+        """Of how many of the request's first tokens KV is kept for its trajectory."""
+        ...
+
+    def add_decode(self, request: GenRequest, so_far: GenResult, start: int, payload: Payload | None) -> None:
+        """As `Engine.add`, for all that follows `so_far`. `payload`: KV from token `start` on, of the engine's weights;
+        that of the tokens before is `kept`. Without it, all is read here.
+
+        Raises GenerationError also when the payload is not that of such an engine.
+        """
         ...
 
 
@@ -271,6 +305,14 @@ class InferenceHandle(Protocol):
         """ADD; returns when the request has finished or was aborted (finish_reason 'abort', partial tokens)."""
         ...
 
+    async def decode(self, request: GenRequest, handoff: Handoff) -> GenResult:
+        """As `generate`, for what follows `handoff.result`; the result has all of it.
+
+        finish_reason 'handoff': the KV is of other weights by now, and the request is to be read again. Only where
+        there are prefill workers.
+        """
+        ...
+
     async def abort(self, request_ids: list[str]) -> None: ...
 
     async def release(self, trajectory_ids: list[str]) -> None: ...
@@ -299,6 +341,19 @@ class InferenceHandle(Protocol):
     async def stop(self) -> None:
         """End the worker; what it was asked then raises WorkerDied."""
         ...
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """What an inference worker can that reads prompts for others to decode."""
+
+    async def prefill(self, request: GenRequest, so_far: GenResult, have: int) -> Handoff:
+        """The token after `so_far`. `have`: of how many tokens the worker that decodes is believed to keep the KV."""
+        ...
+
+
+class PrefillHandle(InferenceHandle, Reads, Protocol):
+    """An inference worker that reads prompts, and decodes none."""
 
 
 class EnvHandle(Protocol):

@@ -40,6 +40,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
         "pools": _pools(placement),
         "workers": _workers(placement),
+        "prefill": _prefill(config, placement),
         **{f"task {name}": _task(spec, specs) for name, spec in specs.items()},
     }
     width = max(map(len, rows))
@@ -85,6 +86,23 @@ def _workers(placement: Placement | None) -> str:
         return "placed when the run starts"
     counts = Counter((each.role, each.device_class) for each in placement.wanted)
     return ", ".join(f"{role} {number} on {name}" for (role, name), number in counts.items())
+
+
+def _prefill(config: Config, placement: Placement | None) -> str:
+    """Who reads prompts."""
+    if "prefill" not in config.roles:
+        return "every inference worker reads its own prompts"
+    if placement is None:
+        return "apart, on workers of role prefill"
+    on = {
+        role: " and ".join(f"{number} on {name}" for name, number in _by_class(placement, role).items())
+        for role in ("prefill", "actor_gen")
+    }
+    return f"apart: {on['prefill']} read prompts, {on['actor_gen']} decode"
+
+
+def _by_class(placement: Placement, role: str) -> Counter[str]:
+    return Counter(each.device_class for each in placement.of_role(role))
 
 
 def _task(spec: TaskSpec, specs: Mapping[str, TaskSpec]) -> str:

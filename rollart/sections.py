@@ -189,10 +189,13 @@ class PoolConfig(Section, frozen=True, kw_only=True):
 
 
 class RoleConfig(Section, frozen=True, kw_only=True):
-    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment, reward or rollout (shards) run."""
+    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment, reward or rollout (shards) run.
+
+    There is one more, prefill: with a table for it its workers read all prompts, and those of actor_gen only decode.
+    """
 
     device_class: str = ""
-    """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, else CPU."""
+    """Default: compute-optimised for actor_train and prefill, bandwidth-optimised for actor_gen, else CPU."""
     workers: Whole | dict[str, Count] = 0
     """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one per class, and for environment as many as
     the measured cost of steps asks for."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
 from rollart.data.environment import RemoteEnvironment
-from rollart.data.inference import RemoteInference
+from rollart.data.inference import RemoteInference, RemotePrefill
 from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer
+from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
 from rollart.errors import ResourceError, RollartError, WorkerDied
 from rollart.protocols import Addressed, Losable, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
@@ -42,12 +44,13 @@ from rollart.types import Binding, EnvironmentCost, TaskSpec
 
 TARGETS = {
     "actor_gen": "rollart.data.roles:inference",
+    "prefill": "rollart.data.roles:inference",
     "environment": "rollart.data.roles:environment",
     "reward": "rollart.data.roles:reward",
     "actor_train": "rollart.data.roles:training",
     "rollout": "rollart.shard:RolloutShard",
 }
-MET = ("actor_gen", "environment", "reward")
+MET = ("actor_gen", "prefill", "environment", "reward")
 """Roles whose workers a rollout shard talks to."""
 MAX_RESTARTS = 3
 """Deaths of one worker within `RESTART_WINDOW_S` after which its devices are at fault."""
@@ -118,8 +121,9 @@ class Workers:
         return {member.name: member.binding.device_class for member in self.members.values()}
 
     def inference(self) -> list[RemoteInference]:
-        """The inference workers."""
-        return [RemoteInference(member.handle) for member in self.of_role("actor_gen")]
+        """The inference workers, and after them those that read prompts for others."""
+        decoding = [RemoteInference(member.handle) for member in self.of_role("actor_gen")]
+        return [*decoding, *(RemotePrefill(member.handle) for member in self.of_role("prefill"))]
 
     def report(self) -> Resources:
         """For the summary."""
@@ -182,7 +186,7 @@ class Workers:
             try:
                 binding = await self._new_binding(dead.binding, self._recent_deaths(origin))
             except ResourceError as error:
-                if not self.of_role(role):
+                if not self.of_role(role) and role != "prefill":  # without it, others read
                     self._end(WorkerDied(f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"))
                 else:
                     self.say(f"going on without {origin}: {error}")
@@ -261,6 +265,10 @@ class Workers:
         match binding.role:
             case "actor_gen" if self.proxy is not None:
                 await self.proxy.join(RemoteInference(handle), binding.device_class)
+            case "prefill":
+                await self.tell_address(member)
+                if self.proxy is not None:
+                    await self.proxy.join(RemotePrefill(handle), binding.device_class)
             case "environment":
                 self.environment.join(handle)
             case "reward" if self.reward is not None:
@@ -271,6 +279,11 @@ class Workers:
         await self.introduce(member)
         if binding.role == "rollout" and self.runner is not None:
             await self.runner.join(RemoteShard(handle))
+
+    async def tell_address(self, member: Member) -> None:
+        """A worker that reads for others learns where these can ask it for what it has read, if they can at all."""
+        if isinstance(member.handle, Addressed):
+            await member.handle.call("listen_at", await member.handle.address())
 
     async def introduce(self, member: Member) -> None:
         """Let a new shard meet all others, and a new worker all shards. Raises ResourceError, WorkerDied."""
@@ -305,7 +318,7 @@ class Workers:
 
     def _forget(self, dead: Member) -> None:
         match dead.binding.role:
-            case "actor_gen" if self.proxy is not None:
+            case "actor_gen" | "prefill" if self.proxy is not None:
                 self.proxy.lost(dead.name)
             case "environment":
                 self.environment.lost(dead.name)
@@ -336,6 +349,7 @@ async def started(
     """
     async with contextlib.AsyncExitStack() as stack:
         runtime = runtime or open_runtime(config.runtime, logs)
+        parcels = stack.enter_context(_parcels(config, run)) if weights else ""
         stack.push_async_callback(_shielded, runtime.shutdown)
         settings = config.resources
         placement = place(config, await runtime.nodes(), _roles(specs, train))
@@ -345,11 +359,12 @@ async def started(
         stack.push_async_callback(_shielded, resources.close)
         stack.push_async_callback(_shielded, runtime.shutdown)
         bindings = await resources.bind_all(placement.wanted)
-        recipes = _recipes(config, model, dict(weights), placement)
+        recipes = _recipes(config, model, dict(weights), placement, parcels)
         members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
         workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
         if lost := [each for each in bindings if each not in resources.bindings]:
             raise ResourceError(f"another run has got {lost[0]} while the workers started")
+        await asyncio.gather(*(workers.tell_address(each) for each in workers.of_role("prefill")))
         await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
         yield workers
 
@@ -358,15 +373,29 @@ async def _shielded(close: Callable[[], Any]) -> None:
     await asyncio.shield(close())
 
 
+@contextlib.contextmanager
+def _parcels(config: Config, run: str) -> Iterator[str]:
+    """The folder in shared memory through which KV goes from worker to worker; "" where there is none, or need of it.
+
+    Raises WeightsError.
+    """
+    if "prefill" not in config.roles or config.runtime == "ray" or not os.access(SHARED_MEMORY, os.W_OK):
+        yield ""
+        return
+    sweep_stale(SHARED_MEMORY)
+    with WeightsFolder(SHARED_MEMORY, f"kv-{run}") as folder:
+        yield str(folder.path)
+
+
 def _roles(specs: Mapping[str, TaskSpec], train: bool) -> list[str]:
-    roles = ["actor_gen", "environment"]
+    roles = ["actor_gen", "prefill", "environment"]
     if any(spec.has_reward for spec in specs.values()):
         roles.append("reward")
     return [*roles, "rollout", "actor_train"] if train else roles
 
 
 def _recipes(
-    config: Config, model: Path, weights: dict[str, Any], placement: Placement
+    config: Config, model: Path, weights: dict[str, Any], placement: Placement, parcels: str
 ) -> dict[str, Callable[[Binding], dict[str, Any]]]:
     """Per role, the arguments of its function in `data/roles.py` for a worker on a binding."""
     rollout = config.rollout
@@ -378,13 +407,14 @@ def _recipes(
         pace = {"device_class": binding.device_class} if config.engine == "emulated" else {}
         return {**engine_options, "device": binding.device, **pace}
 
+    def generating(binding: Binding, part: str) -> dict[str, Any]:
+        made = {"model_folder": str(model), "engine": config.engine, "engine_options": on(binding), "weights": weights}
+        return {**made, "part": part, "parcels": parcels} if part else made
+
+    decode = "decode" if "prefill" in config.roles else ""
     return {
-        "actor_gen": lambda binding: {
-            "model_folder": str(model),
-            "engine": config.engine,
-            "engine_options": on(binding),
-            "weights": weights,
-        },
+        "actor_gen": lambda binding: generating(binding, decode),
+        "prefill": lambda binding: generating(binding, "prefill"),
         "environment": lambda _: hosted,
         "reward": lambda _: {
             "tasks": tasks,

@@ -171,6 +171,11 @@ class FakeInference:
     async def stop(self) -> None:
         self.dead = "stopped"
 
+    def die(self) -> None:
+        """Also what is suspended then ends."""
+        self.dead = "killed"
+        self._going.set()
+
     def _alive(self) -> None:
         if self.dead:
             raise WorkerDied(self.dead)

@@ -166,6 +166,7 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   sampling      temperature 1, top_p 1, no top_k",
         "#   pools         CPU: 2 x CPU (cpu, 64 workers each)",
         "#   workers       actor_train 1 on CPU, actor_gen 1 on CPU, environment 1 on CPU, reward 1 on CPU",
+        "#   prefill       every inference worker reads its own prompts",
         "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
@@ -193,6 +194,11 @@ def test_check_says_where_trajectories_are_managed(
 ) -> None:
     assert main(["check", toml, "rollout.shard_trajectories=50", word], FakeParts()) == 0
     assert f"#   shards        {line}" in capsys.readouterr().out
+
+
+def test_check_says_who_reads_prompts(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml, "roles.prefill.workers=2", "roles.actor_gen.workers=3"], FakeParts()) == 0
+    assert "#   prefill       apart: 2 on CPU read prompts, 3 on CPU decode" in capsys.readouterr().out
 
 
 def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -306,6 +306,23 @@ def test_training_that_a_run_measured_needs_no_figures_of_its_device() -> None:
     assert "device class 'CPU' has no figures" in complaint(*on_cpu)
 
 
+def test_the_table_of_a_real_run_says_the_same() -> None:
+    named = result("roles.actor_gen.workers={H20=8,H800=4}", "simulate.prefill=H800")
+    assert result("roles.actor_gen.workers={H20=8}", "roles.prefill.workers={H800=4}") == named
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["simulate.prefill=H800"], "simulate.prefill: the table roles.prefill says who reads; keep one of them"),
+        (["roles.prefill.device_class=H20"], "roles.prefill: it is on H20, actor_gen on H20; a simulated run reads on"),
+        (["roles.prefill.devices=2"], "roles.prefill.devices: in a simulated run as many as roles.actor_gen.devices"),
+    ],
+)
+def test_what_only_a_real_run_can_do_is_told(words: list[str], reason: str) -> None:
+    assert reason in complaint("roles.actor_gen.workers={H20=4}", "roles.prefill.workers=1", *words)
+
+
 # ------------------------------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize(
     ("word", "reason"),

@@ -2,9 +2,10 @@
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
 `version` is what every worker says that it holds, and never goes back; a worker that does not say so in time is ended;
-a request that its caller gives up is aborted in the engine; a request whose
-worker dies goes to another, from the tokens that its trajectory has, and waits where there is none. What engines say
-of each request feeds `affinity`, whose decisions reach the router, and `say`, one line each.
+a request that its caller gives up is aborted in the engine; a request whose worker dies goes to another, from the
+tokens that its trajectory has, and waits where there is none. Where prompts are read by workers of their own, `prefill`
+has each request read before its worker decodes it. What engines say of each request feeds `affinity`, whose decisions
+reach the router, and `say`, one line each.
 What it leaves out: restarting a dead worker (`join` takes the new one). An error of one request stays with its
 trajectory.
 """
@@ -12,14 +13,17 @@ trajectory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rollart.control.background import Background
+from rollart.control.prefill import Prefill
 from rollart.errors import RollartError, WeightsError, WeightsLost, WorkerDied
-from rollart.protocols import Followers, InferenceHandle
+from rollart.protocols import Followers, InferenceHandle, Reads
 from rollart.resource.affinity import Affinity, AffinityReport, Change
 from rollart.resource.routing import Router
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
@@ -28,9 +32,15 @@ T = TypeVar("T")
 
 
 class _Flight(Struct):
-    """One request: at the gate while `worker` is empty, then on a worker."""
+    """One request: at the gate while `worker` is empty, then on a worker, or read for it by another.
+
+    `so_far`: what it has when it goes to a worker; `left`: whether its KV may lie where nobody takes it.
+    """
 
     trajectory_id: str
+    so_far: GenResult
+    given_up: bool = False
+    left: bool = False
     gate: asyncio.Future[bool] | None = None
     worker: str = ""
 
@@ -70,6 +80,7 @@ class LLMProxy:
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
         self._ended: dict[str, list[str]] = {}
+        self.prefill = Prefill(say)
         for worker in workers:
             self._add(worker, (classes or {}).get(worker.name, "default"))
 
@@ -81,17 +92,21 @@ class LLMProxy:
     # ------------------------------------------------------------------------------------------------ trajectories
     async def generate(self, request: GenRequest) -> GenResult:
         """One turn. Waits while suspended, and while there is no worker. Raises GenerationError."""
-        flight = _Flight(request.trajectory_id)
+        flight = _Flight(request.trajectory_id, GenResult(request.request_id, [], [], [], "handoff"))
         self._enter(request, flight)
         try:
             while True:
                 if not await self._pass_gate(flight):
-                    return GenResult(request.request_id, [], [], [], "abort")
+                    return replace(flight.so_far, finish_reason="abort")
                 try:
-                    return await self._on_worker(request, flight)
+                    result = await self._on_worker(request, flight)
                 except WorkerDied:
                     self.lost(flight.worker)
                     flight.worker = ""
+                    continue
+                if result.finish_reason != "handoff":
+                    return result
+                self._set_back(request, flight, result)
         finally:
             self._leave(request, flight)
 
@@ -99,23 +114,25 @@ class LLMProxy:
         """End its requests; `generate` then returns with finish_reason 'abort' and the tokens so far."""
         for request_id in self._by_trajectory.get(trajectory_id, ()):
             flight = self._flights[request_id]
+            flight.given_up = True
             if flight.worker:
-                self._abort_on_worker(flight.worker, request_id)
+                self._abort_on_workers(flight, request_id)
             elif flight.gate is not None and not flight.gate.done():
                 flight.gate.set_result(False)
 
     def release(self, trajectory_id: str) -> None:
         """The trajectory has ended: its worker may forget its KV."""
-        if (name := self._router.forget(trajectory_id)) and name in self._workers:
-            ended = self._ended.setdefault(name, [])
-            ended.append(trajectory_id)
-            if len(ended) == 1:
-                self._background.spawn(self._release(name, ended), f"release on {name}")
+        for name in (self._router.forget(trajectory_id), self.prefill.forget(trajectory_id)):
+            if name and self._handle(name):
+                ended = self._ended.setdefault(name, [])
+                ended.append(trajectory_id)
+                if len(ended) == 1:
+                    self._background.spawn(self._release(name, ended), f"release on {name}")
 
     # ----------------------------------------------------------------------------------------------------- workers
     def lost(self, name: str) -> None:
         """A worker is dead: its requests go elsewhere. Harmless when that is known."""
-        if self._workers.pop(name, None) is not None:
+        if not self.prefill.lost(name) and self._workers.pop(name, None) is not None:
             device_class = self._router.class_of(name)
             self._router.remove(name)
             if not self._router.is_reserved(device_class):
@@ -152,7 +169,7 @@ class LLMProxy:
 
     def add(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A worker that holds the weights already. Harmless when it is known."""
-        if worker.name not in self._workers:
+        if self._handle(worker.name) is None:
             self._add(worker, device_class)
             self._open_gate()
 
@@ -163,7 +180,7 @@ class LLMProxy:
 
     @property
     def num_workers(self) -> int:
-        """Workers that are alive, as far as is known."""
+        """Workers that decode and are alive, as far as is known."""
         return len(self._workers)
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -259,8 +276,24 @@ class LLMProxy:
             del self._by_trajectory[request.trajectory_id]
         if flight.worker:
             self._router.finished(flight.worker, _cost(request))
+        if flight.left:
+            self._abort_on_worker(next(iter(self._everyone()), ""), request.request_id)
+
+    def _set_back(self, request: GenRequest, flight: _Flight, result: GenResult) -> None:
+        """It has lost its KV by an update, and goes through the gate again with the tokens that it has."""
+        self._router.finished(flight.worker, _cost(request))
+        flight.worker, flight.so_far = "", result
+
+    def _everyone(self) -> dict[str, InferenceHandle]:
+        return {**self._workers, **self.prefill.workers}
+
+    def _handle(self, name: str) -> InferenceHandle | None:
+        return self._workers.get(name) or self.prefill.workers.get(name)
 
     def _add(self, worker: InferenceHandle, device_class: str) -> None:
+        if isinstance(worker, Reads):
+            self.prefill.add(worker)
+            return
         self._router.add(worker.name, device_class)
         self._workers[worker.name] = worker
         self.on_workers(self.num_workers)
@@ -282,6 +315,8 @@ class LLMProxy:
 
     async def _pass_gate(self, flight: _Flight) -> bool:
         """True when a worker may be asked; False when the request was aborted meanwhile."""
+        if flight.given_up:
+            return False
         while self._suspended or not self._workers:
             flight.gate = asyncio.get_running_loop().create_future()
             if not await flight.gate:
@@ -292,16 +327,35 @@ class LLMProxy:
         flight.worker = self._choose(request)
         device_class = self._router.class_of(flight.worker)
         try:
-            result = await self._workers[flight.worker].generate(request)
+            result, measured = await self._generate(request, flight, self._workers[flight.worker])
         except asyncio.CancelledError:
-            self._abort_on_worker(flight.worker, request.request_id)
+            self._abort_on_workers(flight, request.request_id)
             raise
-        except RollartError as error:
-            raise _named(flight.worker, "generate", error) from error
         now_s = asyncio.get_running_loop().time()
         num_prompt_tokens, in_flight = len(request.prompt), self.num_in_flight
-        self._adopt(self._affinity.observe(request.tag, device_class, num_prompt_tokens, result, in_flight, now_s))
+        if measured is not None:
+            changes = self._affinity.observe(request.tag, device_class, num_prompt_tokens, measured, in_flight, now_s)
+            self._adopt(changes)
         return result
+
+    async def _generate(
+        self, request: GenRequest, flight: _Flight, worker: InferenceHandle
+    ) -> tuple[GenResult, GenResult | None]:
+        """The result, and what of it `worker` itself did, if anything."""
+        if not self.prefill.apart:
+            with _naming(worker.name, "generate"):
+                result = await worker.generate(request)
+            return result, result
+        handoff = await self.prefill.read(request, flight.so_far, worker.name, self.version)
+        flight.so_far, flight.left = handoff.result, handoff.in_file
+        if flight.given_up:
+            return replace(handoff.result, finish_reason="abort"), None
+        if handoff.result.finish_reason != "handoff":
+            return handoff.result, None
+        with _naming(worker.name, "decode"):
+            result = await worker.decode(request, handoff)
+        flight.left = False
+        return result, self.prefill.decoded(request, handoff, worker.name, result)
 
     def _choose(self, request: GenRequest) -> str:
         wish = None if self._router.knows(request.trajectory_id) else self._affinity.wish(request.tag)
@@ -310,15 +364,19 @@ class LLMProxy:
     async def _release(self, name: str, ended: list[str]) -> None:
         """One call for all that end in the same turn of the event loop, or until the call before has returned."""
         try:
-            while ended and (worker := self._workers.get(name)):
+            while ended and (worker := self._handle(name)):
                 ids = ended.copy()
                 await worker.release(ids)
                 del ended[: len(ids)]
         finally:
             ended.clear()
 
+    def _abort_on_workers(self, flight: _Flight, request_id: str) -> None:
+        for name in (flight.worker, self.prefill.reads(request_id)):
+            self._abort_on_worker(name, request_id)
+
     def _abort_on_worker(self, name: str, request_id: str) -> None:
-        if worker := self._workers.get(name):
+        if worker := self._handle(name):
             self._background.spawn(worker.abort([request_id]), f"abort on {name}")
 
     async def _all(self, call: Callable[[InferenceHandle], Awaitable[T]], what: str) -> dict[str, T]:
@@ -326,7 +384,7 @@ class LLMProxy:
 
         A worker that dies is left out; its successor catches up when it joins.
         """
-        workers = dict(self._workers)
+        workers = self._everyone()
         answers = await asyncio.gather(*map(call, workers.values()), return_exceptions=True)
         results: dict[str, T] = {}
         for name, answer in zip(workers, answers, strict=True):
@@ -339,6 +397,15 @@ class LLMProxy:
                 raise answer
             results[name] = answer
         return results
+
+
+@contextlib.contextmanager
+def _naming(name: str, what: str) -> Iterator[None]:
+    """Errors of a call on a worker say which worker that was."""
+    try:
+        yield
+    except RollartError as error:
+        raise _named(name, what, error) from error
 
 
 def _named(name: str, what: str, error: RollartError) -> RollartError:

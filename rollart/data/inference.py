@@ -20,7 +20,7 @@ from typing import Any, cast
 from rollart.data.engines import EngineFactory, create_engine
 from rollart.errors import GenerationError, WeightsError, boundary
 from rollart.protocols import FrozenTensors, WeightStore, WorkerHandle
-from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
+from rollart.types import EngineStats, GenRequest, GenResult, Handoff, ParameterInfo
 
 
 class InferenceWorker:
@@ -57,14 +57,7 @@ class InferenceWorker:
     async def generate(self, request: GenRequest) -> GenResult:
         """ADD; returns when the request has finished or was aborted. Raises GenerationError."""
         self._engine.add(request)
-        future: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
-        self._futures[request.request_id] = future
-        self._wake.set()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._abort(request.request_id)
-            raise
+        return await self._outcome(request.request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel requests; each `generate` returns its partial result. Unknown ids are ignored."""
@@ -100,6 +93,7 @@ class InferenceWorker:
         tensors = await self._fetched(version)
         self._fetching = None
         self._engine.update(version, tensors)
+        self._updated()
         return self._engine.stats().version
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
@@ -115,6 +109,20 @@ class InferenceWorker:
         return self._engine.stats()
 
     # ------------------------------------------------------------------------------------------------------ loop
+    async def _outcome(self, request_id: str) -> GenResult:
+        """Of a request that the engine was just given; it is aborted when nobody waits for it any more."""
+        future: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
+        self._futures[request_id] = future
+        self._wake.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._abort(request_id)
+            raise
+
+    def _updated(self) -> None:
+        """The engine has just loaded a version."""
+
     async def _run(self) -> None:
         while True:
             self._wake.clear()
@@ -187,6 +195,10 @@ class RemoteInference:
         """ADD; returns when the request has finished or was aborted."""
         return cast(GenResult, await self._worker.call("generate", request, returns=GenResult))
 
+    async def decode(self, request: GenRequest, handoff: Handoff) -> GenResult:
+        """ADD what another worker has read; as `generate`."""
+        return cast(GenResult, await self._worker.call("decode", request, handoff, returns=GenResult))
+
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel requests; each `generate` returns its partial result."""
         await self._worker.call("abort", request_ids)
@@ -226,3 +238,11 @@ class RemoteInference:
     async def stop(self) -> None:
         """End the worker."""
         await self._worker.stop()
+
+
+class RemotePrefill(RemoteInference):
+    """`protocols.PrefillHandle` over a running worker."""
+
+    async def prefill(self, request: GenRequest, so_far: GenResult, have: int) -> Handoff:
+        """ADD for the next token; returns when there is one, or the request was aborted."""
+        return cast(Handoff, await self._worker.call("prefill", request, so_far, have, returns=Handoff))

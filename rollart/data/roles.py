@@ -17,14 +17,26 @@ if TYPE_CHECKING:
 
 
 def inference(
-    model_folder: str, engine: str, engine_options: dict[str, Any], weights: dict[str, Any]
+    model_folder: str,
+    engine: str,
+    engine_options: dict[str, Any],
+    weights: dict[str, Any],
+    part: str = "",
+    parcels: str = "",
 ) -> InferenceWorker:
-    """An inference worker. `weights` are the arguments of `weights.open_store`."""
+    """An inference worker. `weights` are the arguments of `weights.open_store`; `part`: "prefill" or "decode", if not
+    both; `parcels`: the folder through which KV goes from the one to the other.
+    """
     _one_compute_thread()
     from rollart.data.inference import InferenceWorker
     from rollart.data.weights import open_store
 
-    return InferenceWorker(model_folder, engine, engine_options, open_store(**weights))
+    store = open_store(**weights)
+    if part:
+        from rollart.data.handoff import PARTS
+
+        return PARTS[part](model_folder, engine, engine_options, store, parcels)
+    return InferenceWorker(model_folder, engine, engine_options, store)
 
 
 def training(

@@ -231,3 +231,13 @@ def test_shards_on_ray_call_other_workers_past_the_driver(machines: Machines, la
     assert train(lab.config("steps=3", "rollout.shard_trajectories=6", text=ON_POOLS)) == 0
     check_audit(lab.run, 3, alpha=1)
     assert {"rollout-0", "rollout-1"} <= set(summary(lab.run)["resources"]["workers"])
+
+
+def test_prompts_are_read_on_one_machine_and_decoded_on_another(machines: Machines, lab: Laboratory) -> None:
+    apart = "roles.prefill.workers={H800=1}", "rollout.shard_trajectories=6"
+    assert train(lab.config("steps=3", *apart, text=ON_POOLS)) == 0
+    check_audit(lab.run, 3, alpha=1)
+    found = summary(lab.run)
+    assert found["prefill"]["received_tokens"] > 0
+    assert found["prefill"]["by_decode_workers"] == {}
+    assert " on train" in found["resources"]["workers"]["prefill-0"]

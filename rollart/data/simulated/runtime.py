@@ -8,6 +8,7 @@ that went away takes its workers with it and is not offered again. What this fil
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import CoroutineType
 from typing import Any
@@ -30,8 +31,8 @@ from rollart.data.trainers.simulated import SimulatedTrainer, TrainSeconds, meas
 from rollart.errors import ConfigError, WorkerDied
 from rollart.protocols import WorkerHandle
 from rollart.resource.classes import CLASSES, CPU, DeviceClass
-from rollart.resource.placement import indices
-from rollart.sections import FaultConfig, SimulateConfig
+from rollart.resource.placement import indices, place
+from rollart.sections import FaultConfig, RoleConfig, SimulateConfig
 from rollart.types import Binding, EngineStats, NodeInfo
 
 CPU_NODE = "cpu"
@@ -274,6 +275,32 @@ def accelerators(config: Config) -> dict[str, dict[str, tuple[int, ...]]]:
         for name, pool in config.pools.items()
         if not pool.url and (pool.nodes or (pool.device_class or name) != CPU)
     }
+
+
+def reading_apart(config: Config) -> Config:
+    """`roles.prefill` as it is simulated: `simulate.prefill`, a class of actor_gen that only prefills.
+
+    Raises ConfigError where engines that read and engines that decode are on one class, or of different size.
+    """
+    if "prefill" not in config.roles:
+        return config
+    simulate = config.simulate or SimulateConfig()
+    if simulate.prefill:
+        raise ConfigError("simulate.prefill: the table roles.prefill says who reads; keep one of them")
+    placed = place(replace(config, engine="embedded"), nodes_of(config), ("actor_gen", "prefill"))
+    reading = Counter(each.device_class for each in placed.of_role("prefill"))
+    decoding = Counter(each.device_class for each in placed.of_role("actor_gen"))
+    if len(reading) > 1 or reading.keys() & decoding.keys():
+        raise ConfigError(
+            f"roles.prefill: it is on {' and '.join(reading)}, actor_gen on {' and '.join(decoding)}; a simulated run "
+            "reads on one class, and decodes on others"
+        )
+    sizes = {each.num_devices for each in placed.wanted}
+    if len(sizes) > 1:
+        raise ConfigError("roles.prefill.devices: in a simulated run as many as roles.actor_gen.devices")
+    roles = {name: role for name, role in config.roles.items() if name != "prefill"}
+    roles["actor_gen"] = RoleConfig(workers=dict(decoding + reading), devices=sizes.pop())
+    return replace(config, roles=roles, simulate=replace(simulate, prefill=next(iter(reading))))
 
 
 def with_nodes(config: Config) -> Config:
