@@ -82,6 +82,23 @@ def test_overlap_is_the_share_of_training_during_which_workers_generated() -> No
     assert ledger.overlap == pytest.approx((2.0 + 4.0) / 2 / 4.0)
 
 
+def test_a_batch_that_is_awaited_while_the_trainer_works_is_no_wait_for_it() -> None:
+    async def scenario() -> dict[str, float]:
+        ledger = Ledger()
+        ledger.clock.change(None, "generate")
+        with ledger.waiting_for_batch():
+            with ledger.training():
+                await asyncio.sleep(3)
+            with ledger.wait("weights"):
+                await asyncio.sleep(2)
+            await asyncio.sleep(1)
+        waits: dict[str, float] = ledger.snapshot()["waits_s"]
+        return waits
+
+    waits = run_virtual(scenario())
+    assert (waits["generate"], waits["weights"], waits["nothing_running"]) == (1.0, 2.0, 0.0)
+
+
 def test_the_accounts_go_on_in_a_resumed_run() -> None:
     async def scenario() -> Ledger:
         ledger = Ledger()
