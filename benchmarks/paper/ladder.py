@@ -8,7 +8,8 @@ The rows after it are RollArt's at RollArt's cost, with the same alpha, by polic
     early_slots        the paper's split; a batch's slots are free as its training starts (`rollout.free_slots`)
     early_slots_paced  and as many groups more in flight as spare the trainer its wait (`rollout.extra_groups = "auto"`)
     split              64 instead of 32 H800 train, and no other policy than the paper's
-    ours               the split with both policies, which `plan` finds
+    ours               the split, with up to 16 late groups kept instead of aborted
+    ours_early         the split, with early slots and paced; what is best on one model can be the worst on another
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ STEPS = (
     ("early_slots_paced", "rollart", None),
     ("split", "rollart", None),
     ("ours", "rollart", None),
-    ("ours", "split", None),
+    ("ours_early", "rollart", None),
+    ("ours_early", "split", None),
 )
 SPLIT = {"H800": 64}
 EARLY = {"rollout__free_slots": "train_start"}
+KEPT = {"rollout__extra_groups": 16, "rollout__on_target": "keep"}
 PACED = {"rollout__extra_groups": "auto"}
 
 
@@ -52,7 +55,8 @@ def rungs(settings: Settings) -> list[Row]:
         "early_slots": run(config(settings, "rollart", **EARLY)),
         "early_slots_paced": run(config(settings, "rollart", **EARLY, **PACED)),
         "split": run(config(split, "rollart")),
-        "ours": run(config(split, "rollart", **EARLY, **PACED)),
+        "ours": run(config(split, "rollart", **KEPT)),
+        "ours_early": run(config(split, "rollart", **EARLY, **PACED)),
     }
     ratios: list[Row] = [
         {

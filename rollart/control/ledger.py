@@ -2,11 +2,12 @@
 
 `StageClock` counts trajectories by stage. While a batch is awaited and the trainer has nothing else to do, every second
 is attributed to the stages of the running trajectories in proportion to their number, integrated at each change. Where
-training overlaps rollout, the next batch is awaited while the trainer works: that is no wait. `Ledger` adds the other waits, the
-histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
+training overlaps rollout, the next batch is awaited while the trainer works: that is no wait. `Ledger` adds the other
+waits, the histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
 
 Invariant: the seconds attributed to stages (and to `nothing_running`, `no_engine`) add up to the time spent in
-`waiting_for_batch` without a train_step or another wait at the same time. What it leaves out: storing and showing any of it.
+`waiting_for_batch` without a train_step or another wait at the same time. What it leaves out: storing and showing any
+of it.
 """
 
 from __future__ import annotations

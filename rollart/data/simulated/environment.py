@@ -49,7 +49,10 @@ class SimulatedEnvironment:
         return EnvReply(_observation(episode, 0))
 
     async def step(self, env_id: str, action: str) -> EnvReply:  # noqa: ARG002
-        """The next turn of the episode, whatever the action; the last one pays, and closes it. Raises EnvTimeout or EnvError."""
+        """The next turn of the episode, whatever the action; the last one pays, and closes it.
+
+        Raises EnvTimeout or EnvError.
+        """
         life = self._running.get(env_id)
         if life is None:
             raise EnvError(f"no environment {env_id!r} here: it was never reset, failed, or is closed")

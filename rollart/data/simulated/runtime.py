@@ -338,7 +338,7 @@ def figures(device_class: str) -> DeviceClass:
     """The figures of a class. Raises ConfigError where there are none."""
     if device_class not in CLASSES:
         raise ConfigError(
-            f"simulate: device class {device_class!r} has no figures{nearest(device_class, [*CLASSES])}; declare a pool "
-            "of such a class ([pools.NAME] with count = N) and name it in [roles]"
+            f"simulate: device class {device_class!r} has no figures{nearest(device_class, [*CLASSES])}; declare a "
+            "pool of such a class ([pools.NAME] with count = N) and name it in [roles]"
         )
     return CLASSES[device_class]
