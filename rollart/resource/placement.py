@@ -83,7 +83,7 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     generating = dict.fromkeys(each.device_class for each in wanted if each.role == "actor_gen")
     _check_affinity(affinity, pools, set(generating))
     if config.engine == "emulated":
-        _check_figures(pools, [*generating, *(each.device_class for each in wanted if each.role == "prefill")])
+        _check_figures(pools, wanted)
     fallback = {name: pools.compatible(name)[1:] for name in pools.classes}
     if config.affinity == "auto":
         fallback = {name: tuple(other for other in generating if other != name) for name in generating}
@@ -293,14 +293,13 @@ def _bindable(pools: Pools, wanted: Wanted) -> None:
         ) from error
 
 
-def _check_figures(pools: Pools, generating: Iterable[str]) -> None:
+def _check_figures(pools: Pools, wanted: Iterable[Wanted]) -> None:
     """An emulated engine may stand on a class or on one compatible with it."""
-    for name in dict.fromkeys(each for asked in generating for each in pools.compatible(asked)):
-        if name not in CLASSES:
-            hint = nearest(name, list(CLASSES))
-            raise ConfigError(
-                f"engine: 'emulated' has no figures for device class {name!r} of actor_gen or prefill{hint}"
-            )
+    for each in (each for each in wanted if each.role in ("actor_gen", "prefill")):
+        for name in pools.compatible(each.device_class):
+            if name not in CLASSES:
+                hint = nearest(name, list(CLASSES))
+                raise ConfigError(f"engine: 'emulated' has no figures for device class {name!r} of {each.role}{hint}")
 
 
 def _check_affinity(affinity: Mapping[str, str], pools: Pools, served: set[str]) -> None:
