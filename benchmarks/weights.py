@@ -70,6 +70,9 @@ QUICK = {**WHOLE, "vocab_size": 8192, "num_hidden_layers": 2}
 BUCKET_BYTES = 64 << 20
 KEEP = 2
 STEP = 1e-4
+ALWAYS = 1 << 30
+"""Every version but the first is a difference."""
+MOST_DELTAS = 3
 SHARED_MEMORY = Path("/dev/shm")
 Pairs = list[tuple[str, Tensor]]
 Way = Callable[[int, Pairs], tuple[float, float]]
@@ -132,43 +135,45 @@ def stored_share(store: BucketStore, version: int) -> float:
 
 def measure_stores(tensors: Pairs, rounds: int, mooncake: dict[str, Any] | None) -> list[dict[str, Any]]:
     """A row per way from trainer to engine."""
-    half: Pairs = [(name, tensor.bfloat16()) for name, tensor in tensors]
+    memory = SHARED_MEMORY if in_memory(SHARED_MEMORY) else None
     with contextlib.ExitStack() as stack:
-        memory = SHARED_MEMORY if in_memory(SHARED_MEMORY) else None
 
         def folder(parent: Path | None = memory) -> str:
             return stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-bench-", dir=parent))
 
+        def files(place: str, delta: int = 0) -> tuple[BucketStore, BucketStore]:
+            return FileWeightStore(place, BUCKET_BYTES, KEEP, delta), FileWeightStore(place, BUCKET_BYTES, KEEP, delta)
+
         ways: dict[str, Way] = {"memcpy": stack.enter_context(plain_copies(tensors, Path(folder())))}
-        writers: dict[str, BucketStore] = {}
-        for name, place, delta in (
-            ("file", folder(), 0),
-            ("file, disk", folder(None), 0),
-            ("delta, f32", folder(), 1 << 30),
-            ("delta, bf16", folder(), 1 << 30),
-        ):
-            writers[name], reader = (FileWeightStore(place, BUCKET_BYTES, KEEP, delta) for _ in range(2))
-            ways[name] = through(writers[name], reader)
+        ways["file"] = through(*files(folder()))
+        ways["file, disk"] = through(*files(folder(None)))
         if mooncake is not None:
-            stores = [open_store(folder(), BUCKET_BYTES, KEEP, 0, mooncake) for _ in range(2)]
-            ways["mooncake"] = through(*stores)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for version in range(rounds + KEEP + 1):  # the first ones find no file to write over
-            for name, way in ways.items():
-                seconds = way(version, half if "bf16" in name else tensors)
-                if version > KEEP:
-                    found[name].append(seconds)
-            step(tensors)
-            half = [(name, tensor.bfloat16()) for name, tensor in tensors]
-        return [
-            row(name, seconds, half if "bf16" in name else tensors, writers.get(name), rounds + KEEP)
-            for name, seconds in found.items()
-        ]
+            ways["mooncake"] = through(*(open_store(folder(), BUCKET_BYTES, KEEP, 0, mooncake) for _ in range(2)))
+        rows = in_turns(ways, tensors, rounds, KEEP + 1)  # the first ones find no file to write over
+        for name, kind in (("delta, f32", torch.float32), ("delta, bf16", torch.bfloat16)):
+            writer, reader = files(folder(), ALWAYS)
+            (found,) = in_turns({name: through(writer, reader)}, tensors, min(rounds, MOST_DELTAS), 1, kind)
+            rows.append({**found, "stored": stored_share(writer, max(writer.versions()))})
+        return rows
 
 
-def row(
-    name: str, seconds: list[tuple[float, float]], tensors: Pairs, store: BucketStore | None, version: int
-) -> dict[str, Any]:
+def in_turns(
+    ways: dict[str, Way], tensors: Pairs, rounds: int, warmup: int, kind: torch.dtype = torch.float32
+) -> list[dict[str, Any]]:
+    """A row per way, from `rounds` versions after `warmup` others, of which nothing is counted."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    given: Pairs = []
+    for version in range(warmup + rounds):
+        given = [(name, tensor.to(kind)) for name, tensor in tensors]
+        for name, way in ways.items():
+            seconds = way(version, given)
+            if version >= warmup:
+                found[name].append(seconds)
+        step(tensors)
+    return [row(name, seconds, given) for name, seconds in found.items()]
+
+
+def row(name: str, seconds: list[tuple[float, float]], tensors: Pairs) -> dict[str, Any]:
     """The medians of one way."""
     gigabytes = sum(tensor.nbytes for _, tensor in tensors) / 1e9
     seconds_in, seconds_out = (statistics.median(each) for each in zip(*seconds, strict=True))
@@ -181,7 +186,6 @@ def row(
         "publish_gb_s": gigabytes / seconds_in,
         "pull_gb_s": gigabytes / seconds_out,
         "both_s": both,
-        "stored": stored_share(store, version) if store is not None else 1.0,
     }
 
 
@@ -232,7 +236,7 @@ async def measure(shape: dict[str, int], rounds: int) -> tuple[list[dict[str, An
                 settings = WeightsConfig(store="mooncake")
                 room = (KEEP + 2) * num_bytes
                 mooncake = await stack.enter_async_context(mooncake_store(settings, folder, room, local=True))
-            rows = measure_stores(tensors, rounds, mooncake)
+            rows = await asyncio.to_thread(measure_stores, tensors, rounds, mooncake)
         return rows, await measure_exposed(folder, str(folder / "model"), tensors, rounds)
 
 
