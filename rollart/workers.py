@@ -340,8 +340,12 @@ def _recipes(
     engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
 
     def on(binding: Binding) -> dict[str, Any]:
-        pace = {"device_class": binding.device_class} if config.engine == "emulated" else {}
-        return {**engine_options, "device": binding.device, **pace}
+        own: dict[str, Any] = {}
+        if config.engine == "emulated":
+            own["device_class"] = binding.device_class
+        elif config.engine == "vllm":
+            own["tensor_parallel_size"] = len(binding.devices)
+        return {**config.engine_options, **engine_options, "device": binding.device, **own}
 
     return {
         "actor_gen": lambda binding: {
