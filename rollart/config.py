@@ -45,6 +45,7 @@ ENGINE_KEYS = {
     "slots": "rollout.engine_slots",
     "max_model_tokens": "rollout.max_model_tokens",
     "seed": "seed",
+    "url": "engine_options.urls",
     "device": "pools.NAME.device",
     "device_class": "pools.NAME.device_class",
     "tensor_parallel_size": "roles.actor_gen.devices",
@@ -145,6 +146,12 @@ def serverless_of(config: Config, task: str) -> ServerlessConfig:
     url = config.tasks[task].reward
     count = sum(pool.count for pool in config.pools.values() if pool.url and pool.url == url)
     return msgspec.structs.replace(table, max_concurrency=table.max_concurrency or count)
+
+
+def server_urls(config: Config) -> list[str]:
+    """The servers of engine `http`, one for each inference worker; none for other engines."""
+    urls = config.engine_options.get("urls") if config.engine == "http" else []
+    return urls if isinstance(urls, list) else []
 
 
 def unshardable(config: Config) -> str:
@@ -278,6 +285,11 @@ def _check_engine(config: Config) -> None:
     for name in config.engine_options:
         if name in ENGINE_KEYS:
             raise ConfigError(f"engine_options.{name}: follows from {ENGINE_KEYS[name]}; set that instead")
+    urls = server_urls(config)
+    if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
+        raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
+    if len(set(urls)) < len(urls):
+        raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
 
 
 def _check_serverless(config: Config) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config, serverless_of, to_dict
+from rollart.config import Config, server_urls, serverless_of, to_dict
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
@@ -340,12 +340,15 @@ def _recipes(
     engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
 
     def on(binding: Binding) -> dict[str, Any]:
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"device": binding.device}
         if config.engine == "emulated":
             own["device_class"] = binding.device_class
         elif config.engine == "vllm":
             own["tensor_parallel_size"] = len(binding.devices)
-        return {**config.engine_options, **engine_options, "device": binding.device, **own}
+        elif config.engine == "http":
+            own = {"url": server_urls(config)[_number(binding.worker)]}
+        given = {name: value for name, value in config.engine_options.items() if name != "urls"}
+        return {**given, **engine_options, **own}
 
     return {
         "actor_gen": lambda binding: {
@@ -376,6 +379,11 @@ def _recipes(
             "weights": weights,
         },
     }
+
+
+def _number(worker: str) -> int:
+    """Of a worker within its role, also when it was started again: 3 of inference-3.1."""
+    return int(worker.rpartition("-")[2].partition(".")[0])
 
 
 def view(config: Config, repair: str = "") -> list[PoolRow]:

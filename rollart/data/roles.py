@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollart.data.environment import EnvironmentWorker
+    from rollart.data.http_inference import HTTPInference
     from rollart.data.inference import InferenceWorker
     from rollart.data.reward import RewardWorker
     from rollart.data.training import TrainWorker
@@ -18,12 +19,18 @@ if TYPE_CHECKING:
 
 def inference(
     model_folder: str, engine: str, engine_options: dict[str, Any], weights: dict[str, Any]
-) -> InferenceWorker:
+) -> InferenceWorker | HTTPInference:
     """An inference worker. `weights` are the arguments of the weight store."""
     _one_compute_thread()
     from rollart.data.inference import InferenceWorker
     from rollart.data.weights import FileWeightStore
 
+    if engine == "http":
+        from rollart.data.engines import check_options
+        from rollart.data.http_inference import HTTPInference
+
+        check_options(HTTPInference, engine_options)
+        return HTTPInference(model_folder, FileWeightStore(**weights), **engine_options)
     return InferenceWorker(model_folder, engine, engine_options, FileWeightStore(**weights))
 
 

@@ -54,7 +54,7 @@ def test_a_tied_head_and_what_is_computed_are_no_parameters(tmp_path: Path, tied
 def test_a_folder_without_such_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_pretrained"):
         of_checkpoint(folder(tmp_path, {}), "float32")
-    with pytest.raises(ConfigError, match=r"reading the parameters in .*nowhere"):
+    with pytest.raises(ConfigError, match=r"reading the model in .*nowhere"):
         of_checkpoint(str(tmp_path / "nowhere"), "float32")
 
 

@@ -13,7 +13,7 @@ KEEPS = "vLLM evicts what was not used for longest; what trajectories leave behi
 
 @pytest.fixture
 def kind() -> Kind:
-    return Kind("vllm", SMALL["block_size"], KEEPS, lambda engine, _: engine.forget())
+    return Kind("vllm", SMALL["block_size"], KEEPS, forget=lambda engine, _: engine.forget())
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from rollart.types import ParameterInfo
 NAMED = 3
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+UNLIMITED = 1 << 62
 COMPUTED = "rotary_emb.inv_freq"
 """What old checkpoints hold besides parameters."""
 
@@ -29,16 +30,33 @@ def info_of(name: str, tensor: Any) -> ParameterInfo:
     return ParameterInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
+def config_of(folder: str) -> dict[str, Any]:
+    """A model's `config.json`, with what it says of the language model. Raises ConfigError."""
+    with boundary(ConfigError, f"reading the model in {folder}"):
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return {**config, **config.get("text_config", {})}
+
+
+def check_positions(folder: str, max_model_tokens: int) -> int:
+    """How many positions a model has. Raises ConfigError when they are too few."""
+    positions: int = config_of(folder).get("max_position_embeddings", UNLIMITED)
+    if max_model_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_model_tokens: {max_model_tokens} is more than the model's {positions} positions; "
+            f"take {positions} or less"
+        )
+    return positions
+
+
 def of_checkpoint(folder: str, dtype: str) -> list[ParameterInfo]:
     """Those in a folder's safetensors files, all as `dtype`; a tied head is left out, as trainers hold it once.
 
     Raises ConfigError when the folder has none.
     """
     place = Path(folder)
+    left_out = {HEAD} if config_of(folder).get("tie_word_embeddings") else set()
     with boundary(ConfigError, f"reading the parameters in {folder}"):
-        tied = json.loads((place / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False)
         shapes = {name: shape for file in _files(place) for name, shape in _shapes(file)}
-    left_out = {HEAD} if tied else set()
     return [
         ParameterInfo(name, shape, dtype)
         for name, shape in shapes.items()

@@ -16,9 +16,7 @@ Left out: whatever touches vLLM (`vllm_core.py`, `vllm_weights.py`).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import time
@@ -28,8 +26,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rollart.data.engines.parameters import of_checkpoint, vetted
+from rollart.data.engines.parameters import check_positions, of_checkpoint, vetted
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
+from rollart.data.engines.sampling import seed_of
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, WeightsError, boundary, to_install
 from rollart.protocols import Tensors
@@ -134,7 +133,8 @@ class VLLMEngine:
     ) -> None:
         if slots < 1 or prefill_tokens < 1 or max_model_tokens < 2:
             raise ConfigError("vllm engine: needs slots and prefill_tokens >= 1, max_model_tokens >= 2")
-        self._longest = _longest(model_folder, max_model_tokens)
+        # One more than of requests, where the model has the positions, so that one of full length can be scored.
+        self._longest = min(max_model_tokens + 1, check_positions(model_folder, max_model_tokens))
         self._own = {each.name: each for each in of_checkpoint(model_folder, published_dtype)}
         self._core = (start or start_here)(
             model_folder,
@@ -270,7 +270,7 @@ class VLLMEngine:
         while self._waiting and len(self._seated) < self._max_slots:
             running = self._waiting.popleft()
             request = running.request
-            seed = _seed(self._seed, request.trajectory_id, len(running.tokens))
+            seed = seed_of(self._seed, request.trajectory_id) + len(running.tokens)
             left = running.limit - len(running.tokens)
             self._seated[request.request_id] = running
             self._core.add(request.request_id, list(running.tokens), request.sampling, left, seed)
@@ -373,27 +373,3 @@ def start_here(model_folder: str, device: str, **arguments: Any) -> Core:
         raise ConfigError(f"engine: 'vllm' is not installed; {to_install('vllm')}") from error
     core: Core = module.InProcess(model_folder, device=device, **arguments)
     return core
-
-
-def _longest(model_folder: str, max_model_tokens: int) -> int:
-    """Tokens of the longest sequence in vLLM: one more than of requests, so that one of full length can be scored.
-
-    Raises ConfigError when the model has too few positions.
-    """
-    with boundary(ConfigError, f"reading the model in {model_folder}"):
-        config = json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8"))
-        positions = config.get("max_position_embeddings") or config.get("text_config", {}).get(
-            "max_position_embeddings", math.inf
-        )
-    if max_model_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_model_tokens: {max_model_tokens} is more than the model's {positions} positions; "
-            f"take {positions} or less"
-        )
-    return int(min(max_model_tokens + 1, positions))
-
-
-def _seed(seed: int, trajectory_id: str, position: int) -> int:
-    """Of a request: what a trajectory says depends neither on its neighbours in the batch nor on the worker."""
-    digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{position}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
