@@ -41,6 +41,16 @@ from rollart.sections import (
 )
 
 ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
+ENGINE_KEYS = {
+    "slots": "rollout.engine_slots",
+    "max_model_tokens": "rollout.max_model_tokens",
+    "seed": "seed",
+    "url": "engine_options.urls",
+    "device": "pools.NAME.device",
+    "device_class": "pools.NAME.device_class",
+    "tensor_parallel_size": "roles.actor_gen.devices",
+}
+"""What an engine is told from elsewhere in the config."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -53,8 +63,11 @@ class Config(Section, frozen=True, kw_only=True):
     """Bound on staleness; may be fractional. Default: what the schedule implies, else 1."""
     runtime: Literal["local", "inline", "ray"] = "local"
     """`local`: one process per worker. `inline`: everything in one process, for debugging. `ray`: Ray actors."""
-    engine: Literal["embedded", "emulated"] = "embedded"
-    """`emulated`: the embedded engine, slowed down to the pace of its device class; for trying out a mix of pools."""
+    engine: Literal["embedded", "emulated", "vllm", "http"] = "embedded"
+    """`emulated`: the embedded engine, slowed down to the pace of its device class; for trying out a mix of pools.
+    `vllm`: vLLM in each inference worker. `http`: servers of vLLM or SGLang that run already."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Of the engine that is named, such as { gpu_memory_utilization = 0.8 }; `docs/engines.md` lists them."""
     trainer: Literal["embedded"] = "embedded"
     affinity: dict[str, str] | Literal["auto"] = field(default_factory=dict)
     """Task (or its tag) -> device class that generates for it; "default" serves the others. "auto": by measurement."""
@@ -139,6 +152,12 @@ def serverless_of(config: Config, task: str) -> ServerlessConfig:
     return msgspec.structs.replace(table, max_concurrency=table.max_concurrency or count)
 
 
+def server_urls(config: Config) -> list[str]:
+    """The servers of engine `http`, one for each inference worker; none for other engines."""
+    urls = config.engine_options.get("urls") if config.engine == "http" else []
+    return urls if isinstance(urls, list) else []
+
+
 def unshardable(config: Config) -> str:
     """Why the trajectories of this config stay in one process, whatever their number; empty where they need not."""
     if config.plan.lockstep:
@@ -176,7 +195,16 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
     with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_serverless, _check_weights, _check_log):
+    for rule in (
+        _check_tasks,
+        _check_alpha,
+        _check_batch,
+        _check_pools,
+        _check_engine,
+        _check_serverless,
+        _check_weights,
+        _check_log,
+    ):
         rule(config)
     return config
 
@@ -269,6 +297,17 @@ def _check_pools(config: Config) -> None:
         for tag in config.affinity:
             if tag not in tags:
                 raise ConfigError(f"affinity.{toml.key(tag)}: no task has this name or tag{nearest(tag, tags)}")
+
+
+def _check_engine(config: Config) -> None:
+    for name in config.engine_options:
+        if name in ENGINE_KEYS:
+            raise ConfigError(f"engine_options.{name}: follows from {ENGINE_KEYS[name]}; set that instead")
+    urls = server_urls(config)
+    if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
+        raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
+    if len(set(urls)) < len(urls):
+        raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
 
 
 def _check_serverless(config: Config) -> None:

@@ -30,9 +30,14 @@ from contextlib import contextmanager
 
 
 def to_install(extra: str) -> str:
-    """How an extra gets here, for errors: the package is not on PyPI, and Ray has an environment of its own."""
+    """How an extra gets here, for errors: rollart is not on PyPI, and some extras have environments of their own."""
     if extra == "ray":
         return "in rollart's checkout: make env-ray, then .venv-ray/bin/rollart instead of rollart"
+    if extra == "vllm":
+        return (
+            "in rollart's checkout: make env-production, then .venv-production/bin/rollart instead of rollart; "
+            "for GPUs see docs/engines.md"
+        )
     return f"in rollart's checkout: pip install -e '.[{extra}]'"
 
 

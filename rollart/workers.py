@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config, serverless_of, to_dict
+from rollart.config import Config, server_urls, serverless_of, to_dict
 from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
@@ -404,8 +404,15 @@ def _recipes(
     engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
 
     def on(binding: Binding) -> dict[str, Any]:
-        pace = {"device_class": binding.device_class} if config.engine == "emulated" else {}
-        return {**engine_options, "device": binding.device, **pace}
+        own: dict[str, Any] = {"device": binding.device}
+        if config.engine == "emulated":
+            own["device_class"] = binding.device_class
+        elif config.engine == "vllm":
+            own["tensor_parallel_size"] = len(binding.devices)
+        elif config.engine == "http":
+            own = {"url": server_urls(config)[_number(binding.worker)]}
+        given = {name: value for name, value in config.engine_options.items() if name != "urls"}
+        return {**given, **engine_options, **own}
 
     def generating(binding: Binding, part: str) -> dict[str, Any]:
         made = {"model_folder": str(model), "engine": config.engine, "engine_options": on(binding), "weights": weights}
@@ -437,3 +444,8 @@ def _recipes(
             "weights": weights,
         },
     }
+
+
+def _number(worker: str) -> int:
+    """Of a worker within its role, also when it was started again: 3 of inference-3.1."""
+    return int(worker.rpartition("-")[2].partition(".")[0])

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollart import toml
-from rollart.config import Config, from_dict, limits, load, parse, serverless_of, to_toml
+from rollart.config import ENGINE_KEYS, Config, from_dict, limits, load, parse, server_urls, serverless_of, to_toml
 from rollart.errors import ConfigError
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
@@ -78,6 +78,9 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("=3", "override '=3': write it as section.key=value"),
         ("a..b=3", "override 'a..b=3': write it as section.key=value"),
         ("seed.x=3", "seed: expected a whole number"),
+        ("engine=vlm", "engine: 'vlm' is not a choice; did you mean 'vllm'?"),
+        ("engine_options.slots=3", "engine_options.slots: follows from rollout.engine_slots; set that instead"),
+        ("engine=http", 'engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]'),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(override: str, line: str) -> None:
@@ -191,8 +194,17 @@ CONFIG = st.builds(
     Config,
     seed=st.integers(-(2**63), 2**63 - 1),
     alpha=st.none() | st.floats(0.001, 1000),
+    engine_options=st.dictionaries(TEXT.filter(lambda name: name not in ENGINE_KEYS), PLAIN, max_size=3),
     tasks=st.dictionaries(st.text(min_size=1, max_size=12), TASK, min_size=1, max_size=3),
 )
+
+
+def test_every_server_is_named_once() -> None:
+    urls = ["http://a:1", "http://b:1"]
+    config = parse(BASE, ["engine=http", f"engine_options.urls={urls}"])
+    assert server_urls(config) == urls
+    assert server_urls(parse(BASE, [f"engine_options.urls={urls}"])) == []
+    assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
 
 
 @given(CONFIG)

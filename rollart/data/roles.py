@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollart.data.environment import EnvironmentWorker
+    from rollart.data.http_inference import HTTPInference
     from rollart.data.inference import InferenceWorker
     from rollart.data.reward import RewardWorker
     from rollart.data.training import TrainWorker
@@ -23,7 +24,7 @@ def inference(
     weights: dict[str, Any],
     part: str = "",
     parcels: str = "",
-) -> InferenceWorker:
+) -> InferenceWorker | HTTPInference:
     """An inference worker. `weights` are the arguments of `weights.open_store`; `part`: "prefill" or "decode", if not
     both; `parcels`: the folder through which KV goes from the one to the other.
     """
@@ -32,6 +33,12 @@ def inference(
     from rollart.data.weights import open_store
 
     store = open_store(**weights)
+    if engine == "http":
+        from rollart.data.engines import check_options
+        from rollart.data.http_inference import HTTPInference
+
+        check_options(HTTPInference, engine_options)
+        return HTTPInference(model_folder, store, **engine_options)
     if part:
         from rollart.data.handoff import PARTS
 

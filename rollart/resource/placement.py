@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rollart import toml
 from rollart.checks import nearest
-from rollart.config import ROLES, Config, limits
+from rollart.config import ROLES, Config, limits, server_urls
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.classes import CLASSES, CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
@@ -244,10 +244,15 @@ def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wante
         return []
     classes = _classes(config, specs, role)
     asked = settings.workers if settings else 0
+    servers = server_urls(config) if role == "actor_gen" else []
     if isinstance(asked, dict):
         names = [name for name, number in asked.items() for _ in range(number)]
     else:
-        names = list(islice(cycle(classes), asked or len(classes)))
+        names = list(islice(cycle(classes), asked or len(servers) or len(classes)))
+    if servers and len(names) != len(servers):
+        raise ConfigError(
+            f"roles.actor_gen.workers: {len(names)}, but engine_options.urls names {len(servers)} servers; each has one"
+        )
     if role == "rollout":
         shards = limits(config).shards
         names = classes * shards if shards > 1 else []

@@ -88,6 +88,13 @@ def test_an_engine_that_cannot_hand_over_has_no_workers_that_only_read() -> None
         place(replace(config, engine="other"), CLUSTER)
 
 
+def test_each_server_of_others_has_an_inference_worker() -> None:
+    text = "engine = 'http'\nengine_options.urls = ['http://a:1', 'http://b:1', 'http://c:1']\n"
+    assert [each.worker for each in placed(text).of_role("actor_gen")] == ["inference-0", "inference-1", "inference-2"]
+    with pytest.raises(ConfigError, match=r"workers: 2, but engine_options\.urls names 3 servers; each has one"):
+        placed(f"{text}roles.actor_gen.workers = 2")
+
+
 def test_declared_pools_take_their_devices_from_the_nodes_and_the_cores_come_by_themselves() -> None:
     pools = {
         pool.name: pool

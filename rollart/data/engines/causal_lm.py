@@ -19,11 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from rollart.data.engines.attention import ATTENTION, Plan
-from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
+from rollart.data.engines.parameters import info_of, vetted
+from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import FrozenTensors, Tensors
 from rollart.types import ParameterInfo
-
-NAMED = 3
 
 
 class CausalLM:
@@ -75,7 +74,7 @@ class CausalLM:
 
     def parameters(self) -> list[ParameterInfo]:
         """Name, shape and dtype of every tensor; tied ones once, under the name of the first."""
-        return [_info(name, parameter) for name, parameter in self._model.named_parameters()]
+        return [info_of(name, parameter) for name, parameter in self._model.named_parameters()]
 
     def load(self, tensors: Tensors) -> None:
         """Copy weights in place; on the CPU, keep those that nobody changes any more.
@@ -83,14 +82,8 @@ class CausalLM:
         Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree.
         """
         kept = isinstance(tensors, FrozenTensors) and self._device.type == "cpu"
-        given: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name in given:
-                raise WeightsError(f"weights: {name} is there twice")
-            given[name] = tensor
-        own = dict(self._model.named_parameters())
-        _compare({name: _info(name, parameter) for name, parameter in own.items()}, given)
-        for name, parameter in own.items():
+        given = dict(vetted({info.name: info for info in self.parameters()}, tensors))
+        for name, parameter in self._model.named_parameters():
             if kept:
                 parameter.data = given[name]
             else:
@@ -119,19 +112,3 @@ def _check_positions(config: object, max_model_tokens: int) -> None:
     kind = rope.get("rope_type")
     if kind in ("dynamic", "longrope"):
         raise GenerationError(f"rotary positions of type {kind!r} depend on the batch; take another engine")
-
-
-def _info(name: str, tensor: Tensor) -> ParameterInfo:
-    return ParameterInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _compare(own: dict[str, ParameterInfo], given: dict[str, Tensor]) -> None:
-    faults = [f"{name} is missing" for name in own if name not in given]
-    faults += [f"{name} is unknown to the model" for name in given if name not in own]
-    for name, wanted in own.items():
-        found = _info(name, given[name]) if name in given else wanted
-        if found != wanted:
-            faults.append(f"{name} is {found.dtype} {list(found.shape)}, not {wanted.dtype} {list(wanted.shape)}")
-    if faults:
-        more = f" and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-        raise WeightsError(f"weights do not fit the engine's model: {'; '.join(faults[:NAMED])}{more}")

@@ -26,8 +26,8 @@ import torch
 from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
 from rollart.data.engines.prefixes import Kept, Prefixes, most_alike
-from rollart.data.engines.request import Arrived, Running, load_tokenizer
-from rollart.data.engines.sampling import Sampler, check_sampling
+from rollart.data.engines.request import Arrived, Running, check_request, check_vocabulary, load_tokenizer
+from rollart.data.engines.sampling import Sampler
 from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
@@ -87,18 +87,7 @@ class EmbeddedEngine:
     # ------------------------------------------------------------------------------------------------- commands
     def add(self, request: GenRequest) -> None:
         """Enqueue. Raises GenerationError when the request can never run."""
-        prompt, sampling = request.prompt, request.sampling
-        if not prompt:
-            raise GenerationError(f"request {request.request_id}: the prompt is empty")
-        if len(prompt) >= self._max_model_tokens:
-            raise GenerationError(
-                f"request {request.request_id}: a prompt of {len(prompt)} tokens leaves no room in max_model_tokens "
-                f"{self._max_model_tokens}"
-            )
-        self._check_vocabulary(prompt)
-        check_sampling(sampling)
-        if sampling.stop and self._tokenizer is None:
-            raise GenerationError(f"request {request.request_id}: stop strings need a tokenizer.json beside the model")
+        check_request(request, self._max_model_tokens, self._model.vocabulary, self._tokenizer)
         if any(running.request.request_id == request.request_id for running in self._all()):
             raise GenerationError(f"request {request.request_id}: this id is already running")
         self._waiting.append(Running(request, self._max_model_tokens, self._tokenizer))
@@ -345,7 +334,7 @@ class EmbeddedEngine:
         """Log-probability of each token given those before it, by a plain forward pass; length len(tokens) - 1."""
         if not tokens:
             raise GenerationError("logprobs of no tokens")
-        self._check_vocabulary(tokens)
+        check_vocabulary(tokens, self._model.vocabulary)
         return self._model.logprobs(tokens)
 
     def parameters(self) -> list[ParameterInfo]:
@@ -387,10 +376,6 @@ class EmbeddedEngine:
 
     def _all(self) -> list[Running]:
         return [*self._rows, *self._waiting]
-
-    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0 or max(tokens) >= self._model.vocabulary:
-            raise GenerationError(f"a token id is outside the model's vocabulary of {self._model.vocabulary}")
 
     # ------------------------------------------------------------------------------------------------ self-check
     def _check_itself(self) -> None:

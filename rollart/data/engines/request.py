@@ -9,6 +9,7 @@ Left out: scheduling.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,30 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from rollart.data.engines.prefixes import Kept
+from rollart.data.engines.sampling import check_sampling
 from rollart.errors import GenerationError
 from rollart.types import FinishReason, GenRequest, GenResult
+
+
+def check_request(request: GenRequest, max_model_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> None:
+    """Raise GenerationError when a request can never run."""
+    name, prompt = f"request {request.request_id}", request.prompt
+    if not prompt:
+        raise GenerationError(f"{name}: the prompt is empty")
+    if len(prompt) >= max_model_tokens:
+        raise GenerationError(
+            f"{name}: a prompt of {len(prompt)} tokens leaves no room in max_model_tokens {max_model_tokens}"
+        )
+    check_vocabulary(prompt, vocabulary)
+    check_sampling(request.sampling)
+    if request.sampling.stop and tokenizer is None:
+        raise GenerationError(f"{name}: stop strings need a tokenizer.json beside the model")
+
+
+def check_vocabulary(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise GenerationError for a token that the model does not know."""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise GenerationError(f"a token id is outside the model's vocabulary of {vocabulary}")
 
 
 class StopStrings:
