@@ -30,7 +30,7 @@ from rollart.data.engines.parameters import INDEX, check_positions, config_of, o
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
 from rollart.data.engines.sampling import seed_of
 from rollart.data.http_servers import SERVERS, Answer, Server, Wire
-from rollart.data.weights import in_buckets
+from rollart.data.stores.bucket import in_buckets
 from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
 from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
 from rollart.protocols import Tensors, WeightStore
@@ -148,7 +148,7 @@ class HTTPInference:
                 f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again?"
             )
         reason, error = self._take(running, answer)
-        if reason is None and not flight.aborted:
+        if reason is None and not _is_given_up(flight):
             return None
         return running.result(reason or "abort", error)
 
@@ -354,3 +354,8 @@ def write_checkpoint(place: Path, model_folder: Path, tensors: Tensors) -> list[
         names |= dict.fromkeys(whole, files[-1].name)
     (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}), encoding="utf-8")
     return files
+
+
+def _is_given_up(flight: Flight) -> bool:
+    """Asked again: it may have changed while a call was under way."""
+    return flight.aborted

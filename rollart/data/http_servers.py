@@ -316,5 +316,5 @@ class SGLangServer:
         await self._wire.close()
 
 
-SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
+SERVERS: dict[str, type[VLLMServer] | type[SGLangServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 """By `engine_options.kind`."""

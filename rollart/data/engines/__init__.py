@@ -65,6 +65,6 @@ def check_options(factory: Callable[..., Any], options: Mapping[str, Any]) -> No
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(factory.__init__ if isinstance(factory, type) else factory)
+        return typing.get_type_hints(getattr(factory, "__init__") if isinstance(factory, type) else factory)  # noqa: B009
     except NameError:  # what only a type checker knows
         return {}

@@ -24,7 +24,7 @@ from vllm.v1.executor import Executor
 from rollart.checks import nearest
 from rollart.data.engines.vllm import News
 from rollart.data.engines.vllm_weights import EXTENSION, NAME
-from rollart.data.weights import in_buckets
+from rollart.data.stores.bucket import in_buckets
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.types import Sampling
 
