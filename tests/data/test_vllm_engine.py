@@ -59,9 +59,9 @@ class Counting:
         if self.fault:
             raise ZeroDivisionError("a fault in vLLM")
 
-    def forget(self) -> None:
+    def forget(self, clean: bool = False) -> None:
         assert not self.running
-        self.log.append("forget")
+        self.log.append("clean" if clean else "forget")
 
     def sleep(self) -> None:
         assert not self.running
@@ -218,6 +218,11 @@ def test_a_request_that_vllm_gives_up_or_makes_no_sense_of_fails(engine: VLLMEng
     result = finish(engine)["b"]
     assert (result.finish_reason, result.tokens) == ("error", [])
     assert "not finite" in result.error
+    assert "clean" not in cores[0].log
+    cores[0].logprob = -1.0
+    engine.add(ask("c"))
+    assert finish(engine)["c"].finish_reason == "length"
+    assert cores[0].log.count("clean") == 1
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])

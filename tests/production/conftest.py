@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.filterwarnings("default"))
-        item.add_marker(pytest.mark.timeout(300))
+        item.add_marker(pytest.mark.timeout(600))
         for beginning, package in NEEDS.items():
             if item.path.name.startswith(beginning) and importlib.util.find_spec(package) is None:
                 reason = f"{package} is not installed; run them with: make test-production"
@@ -43,6 +43,7 @@ class Cores:
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Core]] = {}
+        self._all: list[Core] = []  # when one is thrown away, vLLM tears down what all in a process share
         self._lent: list[tuple[str, str, Core, VLLMEngine]] = []
 
     def engine(self, folder: str, **options: Any) -> VLLMEngine:
@@ -52,8 +53,10 @@ class Cores:
         def start(model_folder: str, **arguments: Any) -> Core:
             key = json.dumps([model_folder, arguments], sort_keys=True)
             idle = self._idle.setdefault(key, [])
-            lent.append((key, idle.pop() if idle else start_here(model_folder, **arguments)))
-            return lent[0][1]
+            core = idle.pop() if idle else start_here(model_folder, **arguments)
+            self._all.append(core)
+            lent.append((key, core))
+            return core
 
         made = VLLMEngine(folder, start=start, **{**SMALL, **options})
         self._lent.append((folder, *lent[0], made))
@@ -67,7 +70,7 @@ class Cores:
             assert core.num_requests == 0
             if engine.stats().version:
                 engine.update(0, safetensors.torch.load_file(Path(folder) / "model.safetensors").items())
-            core.forget()
+            core.forget(clean=True)
             self._idle[key].append(core)
 
 

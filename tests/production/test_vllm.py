@@ -104,14 +104,14 @@ class Shelf:
     def publish(self, version: int, tensors: object) -> WeightManifest:
         raise NotImplementedError
 
-    def fetch(self, version: int) -> Pairs:
-        return self.pairs
+    def rescue(self, version: int, tensors: object) -> WeightManifest:
+        raise NotImplementedError
 
-    def num_bytes(self, version: int) -> int:
-        return 0
+    def fetch(self, version: int, model: object = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.pairs)
 
-    def latest(self) -> int | None:
-        return 1
+    def quick(self, version: int) -> bool:
+        return True
 
 
 def test_behind_the_command_loop_weights_switch_in_flight(cores: Cores, model: TinyModel) -> None:
@@ -145,9 +145,9 @@ def test_behind_the_command_loop_weights_switch_in_flight(cores: Cores, model: T
     asyncio.run(main())
 
 
-def test_a_prompt_of_several_chunks_is_scored_beside_others(cores: Cores, model: TinyModel) -> None:
-    engine = cores.engine(model.folder, slots=8, max_model_tokens=128, prefill_tokens=13)
-    tokens = prompts(1, shortest=127, longest=127)[0]
+def test_a_sequence_of_full_length_is_scored_beside_others(cores: Cores, model: TinyModel) -> None:
+    engine = cores.engine(model.folder, slots=8, max_model_tokens=128)
+    tokens = prompts(1, shortest=128, longest=128)[0]
     engine.add(ask("a", prompts(1)[0], GREEDY))
     steps(engine, 1)
     assert engine.logprobs(tokens) == close(model.score(tokens[:1], tokens[1:]))

@@ -97,7 +97,16 @@ def url(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model.folder, "--port", str(port), *WORDS]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model.folder,
+        "--port",
+        str(port),
+        *WORDS,
+    ]
     with log.open("wb") as file:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRON}, stdout=file, stderr=file)
         try:

@@ -93,8 +93,8 @@ class Core(Protocol):
         """Replace all weights in place. Nothing may run. Whatever it raises leaves the weights unusable."""
         ...
 
-    def forget(self) -> None:
-        """Empty the prefix cache. Nothing may run."""
+    def forget(self, clean: bool = False) -> None:
+        """Empty the prefix cache; `clean`: and the memory of all keys and values. Nothing may run."""
         ...
 
     def sleep(self) -> None:
@@ -149,7 +149,7 @@ class VLLMEngine:
         self._tokenizer = load_tokenizer(Path(model_folder) / "tokenizer.json")
         self._max_slots, self._max_model_tokens, self._seed = slots, max_model_tokens, seed
         self._sleeps, self._suspended = enable_sleep_mode, False
-        self._version, self._broken = 0, ""
+        self._version, self._broken, self._unclean = 0, "", False
         self._waiting: deque[Running] = deque()
         self._seated: dict[str, Running] = {}
         self._ended: list[GenResult] = []
@@ -233,6 +233,7 @@ class VLLMEngine:
             return []
         if self._suspended:
             self._park()
+        self._clean()
         self._core.score(SCORED, list(tokens))
         try:
             while not (scores := self._advance()):
@@ -259,6 +260,7 @@ class VLLMEngine:
         """One step of vLLM; the requests that ended since the last."""
         if not self.has_work():
             return []
+        self._clean()
         self._seat()
         if self._seated:
             self._advance()
@@ -284,6 +286,13 @@ class VLLMEngine:
         self._waiting.extendleft(reversed(self._seated.values()))
         self._seated = {}
 
+    def _clean(self) -> None:
+        """After something that is not finite: vLLM's kernels would mix it into whatever gets its place in memory."""
+        if self._unclean:
+            self._park()
+            self._core.forget(clean=True)
+            self._unclean = False
+
     def _advance(self) -> list[float]:
         """One step of vLLM; the log-probabilities that were asked for, once they are there."""
         if self._broken:
@@ -296,6 +305,7 @@ class VLLMEngine:
         for each in news:
             if each.request_id == SCORED:
                 scores = each.scores
+                self._unclean |= not all(map(math.isfinite, scores))
             elif (running := self._seated.get(each.request_id)) and self._take(running, each) and not each.ended:
                 stopped.append(each.request_id)
         self._core.abort(stopped)
@@ -321,6 +331,7 @@ class VLLMEngine:
             running.cached = running.cached if running.versions else news.cached
         for token, logprob in zip(news.tokens, news.logprobs, strict=True):
             if not math.isfinite(logprob):
+                self._unclean = True
                 return self._end(running, "error", f"logits of version {self._version} are not finite")
             self._generated_tokens += 1
             if reason := running.accept(token, logprob, self._version):

@@ -30,8 +30,9 @@ from rollart.types import Sampling
 
 BUCKET_BYTES = 64 << 20
 """Weights that vLLM is handed at once."""
-ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-"""Unless options say otherwise: no compilation, and not nearly all of the machine's memory."""
+ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False}
+"""Unless options say otherwise: no compilation, not nearly all of the machine's memory, and prompts read whole, since
+vLLM 0.32 cannot draw by a seed there for a prompt that was read in parts."""
 
 
 class InProcess:
@@ -73,6 +74,8 @@ class InProcess:
         }
         _check(options, mine)
         given = {**(ON_CPU if device == "cpu" else {}), **options, **mine}
+        if given.get("enable_chunked_prefill") is False:
+            given["max_num_batched_tokens"] = max(step_tokens, max_tokens)
         with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
             config = EngineArgs(**given).create_engine_config()
             self._llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
@@ -122,10 +125,10 @@ class InProcess:
         return [_news(output) for output in self._llm.step()]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights in place, bucket by bucket."""
+        """Replace all weights in place, bucket by bucket. A tensor's memory may hold the next one already by then."""
         self._llm.collective_rpc("start_weight_update")
         try:
-            for bucket in in_buckets(tensors, BUCKET_BYTES):
+            for bucket in in_buckets(((name, tensor.clone()) for name, tensor in tensors), BUCKET_BYTES):
                 self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": bucket}})
         except Exception:
             with contextlib.suppress(Exception):  # where the fault is vLLM's, it has ended the update itself
@@ -133,10 +136,12 @@ class InProcess:
             raise
         self._llm.collective_rpc("finish_weight_update")
 
-    def forget(self) -> None:
-        """Empty the prefix cache. Raises GenerationError while requests run."""
+    def forget(self, clean: bool = False) -> None:
+        """Empty the prefix cache; `clean`: and its memory. Raises GenerationError while requests run."""
         if not self._llm.reset_prefix_cache():
             raise GenerationError("vLLM's prefix cache cannot be emptied while requests run")
+        if clean:
+            self._llm.collective_rpc("rollart_clean_cache")
 
     def sleep(self) -> None:
         """Give the device's memory back; the weights go to the host."""
