@@ -197,7 +197,7 @@ def test_too_few_groups_tell_nothing_of_what_members_share(tmp_path: Path) -> No
         write_step(folder, 1, many("maze", 7))
         maze = recorded(folder.path).profile.tasks["maze"]
     assert maze.turns_shared == 0.0
-    assert maze.turns.sigma > 0
+    assert maze.turns.values
 
 
 def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
