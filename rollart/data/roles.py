@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from rollart.data.environment import EnvironmentWorker
     from rollart.data.inference import InferenceWorker
     from rollart.data.reward import RewardWorker
+    from rollart.data.train_rank import TrainRank
+    from rollart.data.trainers.ranks import Ranks
     from rollart.data.training import TrainWorker
+    from rollart.protocols import Trainer
 
 
 def inference(
@@ -35,24 +38,27 @@ def training(
     temperature: float,
     seed: int,
     weights: dict[str, Any],
-) -> TrainWorker:
-    """A training worker. `options` is the `[train]` table."""
+) -> TrainWorker | TrainRank:
+    """A training worker, or one rank of a trainer of several. `options` is the `[train]` table."""
     _one_compute_thread()
     import msgspec
 
+    from rollart.config import GROUPS
+    from rollart.data.train_rank import TrainRank
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
     from rollart.data.weights import FileWeightStore
     from rollart.sections import TrainConfig
 
-    made = trainer_factory(trainer)(
-        model_folder=model_folder,
-        options=msgspec.convert(options, TrainConfig),
-        temperature=temperature,
-        seed=seed,
-        device=device,
-    )
-    return TrainWorker(made, FileWeightStore(**weights))
+    factory, settings = trainer_factory(trainer), msgspec.convert(options, TrainConfig)
+    what = {"model_folder": model_folder, "options": settings, "temperature": temperature, "seed": seed}
+    if trainer not in GROUPS:
+        return TrainWorker(factory(**what, device=device), FileWeightStore(**weights))
+
+    def build(ranks: Ranks) -> Trainer:
+        return factory(**what, ranks=ranks)
+
+    return TrainRank(build, FileWeightStore(**weights), device, settings.collective_timeout_s)
 
 
 def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:
