@@ -13,8 +13,9 @@ import torch
 from rollart.data import roles
 from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
-from rollart.errors import ConfigError, WeightsError
+from rollart.errors import ConfigError, RankError, RewardError, WeightsError, WorkerDied
 from rollart.types import ParameterInfo, TrainBatch, TrainReport
+from rollart.virtual_time import run_virtual
 
 
 class FakeTrainer:
@@ -108,6 +109,95 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
     asyncio.run(run())
     assert trainer.calls == [("warmup", rows, 5, 0.1, 100), ("save", "a"), ("load", "b")]
     assert worker.returns["parameters"] == list[ParameterInfo]
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+class FakeRank:
+    """Notes its calls in a list that all ranks share, and answers, fails or dies as told."""
+
+    def __init__(self, name, calls, outcome=None):
+        self.name, self.calls, self.outcome = name, calls, outcome
+
+    async def call(self, method, *args, returns):
+        self.calls.append((self.name, method, *args))
+        await asyncio.sleep(0)
+        self.calls.append((self.name, "done"))
+        if callable(self.outcome):
+            return await self.outcome()
+        if self.outcome is not None:
+            raise self.outcome
+        return [self.name]
+
+
+def ranks(*outcomes):
+    calls = []
+    return calls, RemoteTrainer(*(FakeRank(f"r{rank}", calls, each) for rank, each in enumerate(outcomes)))
+
+
+def test_every_rank_is_called_and_the_first_one_answers_for_all():
+    calls, remote = ranks(None, None)
+    assert asyncio.run(remote.logprobs([1, 2])) == ["r0"]
+    assert calls[:2] == [("r0", "logprobs", [1, 2]), ("r1", "logprobs", [1, 2])]
+
+
+def test_what_is_bulky_goes_to_the_first_rank_alone():
+    calls, remote = ranks(None, None)
+    batch, rows = TrainBatch(step=1, version=0, groups=[]), [([1], [1.0])]
+
+    async def run():
+        await remote.train_step(batch)
+        await remote.warmup(rows, 5, 0.1, 100)
+
+    asyncio.run(run())
+    assert [call for call in calls if call[1] != "done"] == [
+        ("r0", "train_step", batch),
+        ("r1", "train_step", None),
+        ("r0", "warmup", rows, 5, 0.1, 100),
+        ("r1", "warmup", None, 5, 0.1, 100),
+    ]
+
+
+def test_calls_of_a_group_come_one_after_the_other_to_all_ranks():
+    calls, remote = ranks(None, None)
+
+    async def run():
+        await asyncio.gather(remote.publish(1), remote.logprobs([1, 2]))
+
+    asyncio.run(run())
+    assert [call[1] for call in calls] == ["publish", "publish", "done", "done", "logprobs", "logprobs", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "raised"),
+    [
+        ((RankError("gone"), WorkerDied("r1 is dead")), WorkerDied),
+        ((RankError("gone"), RewardError("nan")), RewardError),
+        ((RankError("gone"), None), RankError),
+    ],
+)
+def test_of_several_failures_the_likeliest_cause_is_raised(outcomes, raised):
+    _, remote = ranks(*outcomes)
+    with pytest.raises(raised):
+        asyncio.run(remote.logprobs([1, 2]))
+
+
+def test_a_rank_that_is_still_waiting_is_not_waited_for_when_another_died_long_ago():
+    """Its own time limit may be far away."""
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def run():
+        _, remote = ranks(WorkerDied("dead"), forever)
+        with pytest.raises(WorkerDied):
+            await remote.logprobs([1, 2])
+
+    run_virtual(run())
+    assert ended
 
 
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):

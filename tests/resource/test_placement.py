@@ -69,6 +69,13 @@ def test_numbers_per_class_and_a_plain_number_of_workers() -> None:
     assert len(placed("roles.environment.workers = 5").of_role("environment")) == 5
 
 
+def test_the_ranks_of_a_trainer_are_workers_with_a_device_each() -> None:
+    ranks = placed("trainer = 'fsdp2'\nroles.actor_train.workers = 3").of_role("actor_train")
+    assert [(each.worker, each.device_class, each.num_devices) for each in ranks] == [
+        (f"training-{number}", "H800", 1) for number in range(3)
+    ]
+
+
 def test_declared_pools_take_their_devices_from_the_nodes_and_the_cores_come_by_themselves() -> None:
     pools = {
         pool.name: pool

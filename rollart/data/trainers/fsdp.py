@@ -1,8 +1,8 @@
 """The trainer of several ranks on PyTorch's own sharding: FSDP2, and tensor parallel as transformers plans it.
 
-Invariants: steps on any number of ranks are those of the embedded trainer, beyond rounding; no rank ever holds more than
-its shards, the layer at work and what surrounds the layers, save for one whole tensor at a time while weights are
-published. What this file leaves out: laying the model out (`sharding.py`), checkpoints (`shards.py`).
+Invariants: steps on any number of ranks are those of the embedded trainer, beyond rounding; no rank ever holds more
+than its shards, the layer at work and what surrounds the layers, save for one whole tensor at a time while weights
+are published. What this file leaves out: laying the model out (`sharding.py`), checkpoints (`shards.py`).
 
 Shape suffixes: B rows of a micro-batch, T positions.
 """

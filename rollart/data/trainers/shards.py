@@ -45,7 +45,7 @@ def write(
 ) -> None:
     """Write everything into an empty or new folder. Raises RunFolderError on all ranks.
 
-    `weights`: the whole model, tensor by tensor, on the first rank; the others gather along. `held`: what this rank has.
+    `weights`: the whole model, tensor by tensor, on the first rank; the others gather along. `held`: what a rank has.
     """
     path, what = Path(folder), f"saving a checkpoint in {folder}"
     with ranks.together(RunFolderError, what):

@@ -59,6 +59,7 @@ class RankGroup:
         return Trained(self, ranks)
 
     async def _grow(self, number: int) -> None:
+        self.workers = [worker for worker in self.workers if worker.process.returncode is None]
         missing = range(len(self.workers), number)
         spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", TARGET, {}) for _ in missing]
         self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from msgspec import structs, to_builtins
 from transformers import AutoModelForCausalLM
 
 from rollart.data.trainers.embedded import EmbeddedTrainer
-from rollart.errors import ConfigError, RewardError, RunFolderError, WorkerDied
+from rollart.errors import ConfigError, RankError, RewardError, RunFolderError, WorkerDied
 from rollart.sections import TrainConfig
 from rollart.types import Turn
 from tests.data.trainers.batches import batch
@@ -62,7 +61,7 @@ def assert_same_report(got, expected, rel=1e-4):
 def assert_near(got, expected, atol=2e-4):
     assert list(got) == list(expected)
     for name in expected:
-        torch.testing.assert_close(got[name], expected[name], atol=atol, rtol=0, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(got[name], expected[name], atol=atol, rtol=0)
 
 
 def test_three_steps_on_two_ranks_are_those_of_one_process(trainer_model, group):
@@ -91,3 +90,133 @@ def test_activations_that_are_computed_again_change_nothing(trainer_model, group
         expected = one.train_step(each)
         assert_same_report(two.train_step(each), expected)
         assert_same_report(again.train_step(each), expected)
+
+
+def test_a_rank_for_which_there_is_nothing_keeps_up_with_the_others(trainer_model, group):
+    """Of each mini-batch one trajectory is left."""
+    one, two = alone(trainer_model, minibatches=3), ranks(group, 2, trainer_model, minibatches=3)
+    (sparse,) = batches(one, 1)
+    for each in sparse.groups:
+        for trajectory in each.trajectories[:-1]:
+            trajectory.turns = [Turn([2, 3], [], [], [])]
+    assert_same_report(two.train_step(sparse), one.train_step(sparse))
+    assert_near(two.weights(), dict(one.tensors()))
+
+
+def test_matrices_are_multiplied_in_bfloat16_and_weights_kept_in_float32(trainer_model, group):
+    one, two = alone(trainer_model), ranks(group, 2, trainer_model, precision="bfloat16")
+    for each in batches(one):
+        assert_same_report(two.train_step(each), one.train_step(each), rel=0.05)
+    published = two.weights()
+    assert {tensor.dtype for tensor in published.values()} == {torch.float32}
+    exact = ranks(group, 2, trainer_model)
+    exact.train_step(batches(one, 1)[0])
+    assert any(not torch.equal(published[name], tensor) for name, tensor in exact.weights().items())
+    assert_near(published, dict(one.tensors()), atol=0.05)
+
+
+def test_the_supervised_warm_up_is_that_of_one_process(trainer_model, group):
+    rows = [
+        ([2, 3 + row % 5, 8, 11, 12 + row % 5][: 3 + row % 3], [0.0, 1.0, 1.0, 1.0, 2.0][: 3 + row % 3])
+        for row in range(9)
+    ]
+    one, two = alone(trainer_model), ranks(group, 2, trainer_model)
+    expected = one.warmup(rows, 4, 1e-2, 30, lambda step, loss: None)
+    assert two.warmup(rows, 4, 1e-2, 30) == pytest.approx(expected, rel=1e-4)
+    assert two.warmup_progress() == (4, pytest.approx(expected[1], rel=1e-4))
+    assert_near(two.weights(), dict(one.tensors()))
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_three(trainer_model, group, tmp_path):
+    changes = {"kl_coef": 0.1, "lr_warmup_steps": 4}
+    two = ranks(group, 2, trainer_model, **changes)
+    first, second, third = batches(alone(trainer_model))
+    two.train_step(first)
+    two.save(str(tmp_path / "saved"))
+    before = two.weights()
+    expected = [two.train_step(second), two.train_step(third)]
+    for number in (1, 3):
+        resumed = ranks(group, number, trainer_model, **changes)
+        resumed.load(str(tmp_path / "saved"))
+        assert all(torch.equal(before[name], tensor) for name, tensor in resumed.weights().items())
+        for each, report in zip((second, third), expected, strict=True):
+            got = resumed.train_step(each)
+            assert_same_report(got, report)
+            assert got.learning_rate == report.learning_rate
+            assert got.metrics["kl_reference"] == pytest.approx(report.metrics["kl_reference"], rel=1e-3)
+
+
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
+def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(trainer_model, group, tmp_path):
+    two = ranks(group, 2, trainer_model)
+    two.save(str(tmp_path / "untrained"))
+    two.load(str(tmp_path / "untrained"))
+    two.train_step(batches(alone(trainer_model), 1)[0])
+    two.save(str(tmp_path / "saved"))
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "saved" / name).read_bytes() == (trainer_model / name).read_bytes()
+    plain = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    published = two.weights()
+    assert plain.keys() == published.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in published.items())
+    with pytest.raises(RunFolderError, match=r"is in shards.*trainer = 'fsdp2'"):
+        alone(trainer_model).load(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
+def test_a_checkpoint_that_cannot_be_written_or_read_leaves_the_ranks_able_to_go_on(trainer_model, group, tmp_path):
+    two = ranks(group, 2, trainer_model)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(RunFolderError, match="not empty"):
+        two.save(str(tmp_path / "full"))
+    with pytest.raises(RunFolderError, match=r"holds no trainer\.json"):
+        two.load(str(tmp_path))
+    alone(trainer_model).save(str(tmp_path / "whole"))
+    with pytest.raises(RunFolderError, match=r"not in shards.*trainer = 'embedded'"):
+        two.load(str(tmp_path / "whole"))
+    two.save(str(tmp_path / "saved"))
+    shard = next((tmp_path / "saved" / "shards").glob("__1_*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(RunFolderError, match="is damaged"):
+        two.load(str(tmp_path / "saved"))
+    assert not two.train_step(batches(alone(trainer_model), 1)[0]).skipped
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_what_one_process_refuses_all_ranks_refuse(trainer_model, group, tmp_path):
+    two = ranks(group, 2, trainer_model)
+    with pytest.raises(RewardError, match="is nan"):
+        two.train_step(batch(alone(trainer_model), reward=math.nan))
+    assert not two.train_step(batches(alone(trainer_model), 1)[0]).skipped
+    with pytest.raises(
+        ConfigError, match=r"train\.tensor_parallel: 3 does not divide the model's num_attention_heads 4"
+    ):
+        ranks(group, 3, trainer_model, tensor_parallel=3)
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        ranks(group, 2, tmp_path)
+
+
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_a_rank_that_hangs_ends_the_step_when_its_time_is_up(trainer_model, group):
+    two = ranks(group, 2, trainer_model, collective_timeout_s=2)
+    (each,) = batches(alone(trainer_model), 1)
+    os.kill(two.ranks[1].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RankError, match="train step on rank 0 of 2: another rank is gone, or was silent"):
+            two.train_step(each)
+    finally:
+        os.kill(two.ranks[1].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_a_rank_that_dies_ends_the_step_with_its_name(trainer_model, group):
+    two = ranks(group, 2, trainer_model)
+    (each,) = batches(alone(trainer_model), 1)
+    two.train_step(each)
+    os.kill(two.ranks[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"worker {two.ranks[1].name}.*SIGKILL"):
+        two.train_step(each)
