@@ -170,6 +170,16 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         assert line in output
 
 
+def test_check_says_how_the_trainer_is_laid_out(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml], FakeParts()) == 0
+    assert "embedded: one process, float32\n" in capsys.readouterr().out
+    words = ["trainer=fsdp2", "roles.actor_train.workers=4", "train.tensor_parallel=2", "train.precision=bfloat16"]
+    assert main(["check", toml, *words], FakeParts()) == 0
+    assert "fsdp2: 4 ranks = 2 data x 2 tensor, bfloat16\n" in capsys.readouterr().out
+    assert main(["check", toml, "train.lora={ r = 4, targets = ['q_proj'] }"], FakeParts()) == 0
+    assert "embedded: one process, float32, an adapter of rank 4 on q_proj\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("word", "line"),
     [
@@ -179,16 +189,6 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         ("runtime=inline", "none, though more than 50 trajectories are in flight: runtime inline is one process"),
     ],
 )
-def test_check_says_how_the_trainer_is_laid_out(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", toml], FakeParts()) == 0
-    assert "embedded: one process, float32\n" in capsys.readouterr().out
-    words = ["trainer=fsdp2", "roles.actor_train.workers=4", "train.tensor_parallel=2", "train.precision=bfloat16"]
-    assert main(["check", toml, *words, "pools.GPU={ count = 4, device = 'cpu' }"], FakeParts()) == 0
-    assert "fsdp2: 4 ranks = 2 data x 2 tensor, bfloat16\n" in capsys.readouterr().out
-    assert main(["check", toml, "train.lora={ r = 4, targets = ['q_proj'] }"], FakeParts()) == 0
-    assert "embedded: one process, float32, an adapter of rank 4 on q_proj\n" in capsys.readouterr().out
-
-
 def test_check_says_where_trajectories_are_managed(
     word: str, line: str, toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
