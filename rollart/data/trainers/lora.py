@@ -25,8 +25,8 @@ def add_adapter(model: Any, settings: LoraConfig, seed: int) -> None:
     """Give the targets of a model an adapter, and train nothing else. Raises ConfigError."""
     try:
         peft = importlib.import_module("peft")
-    except ImportError:
-        raise ConfigError(f"train.lora: needs an extra; {to_install('peft')}") from None
+    except ImportError as error:
+        raise ConfigError(f"train.lora: needs an extra ({error}); {to_install('peft')}") from error
     config = peft.LoraConfig(
         r=settings.r, lora_alpha=settings.alpha, target_modules=list(adapted_layers(model, settings)), lora_dropout=0.0
     )

@@ -74,6 +74,7 @@ def test_three_steps_on_two_ranks_are_those_of_one_process(trainer_model, group)
     assert two.logprobs([2, 3, 4, 8, 5]) == pytest.approx(one.logprobs([2, 3, 4, 8, 5]), abs=1e-3)
 
 
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
 def test_two_ranks_that_split_every_matrix_are_one_process(trainer_model, group):
     changes = {"kl_coef": 0.1}
     one, two = alone(trainer_model, **changes), ranks(group, 2, trainer_model, tensor_parallel=2, **changes)
@@ -83,6 +84,7 @@ def test_two_ranks_that_split_every_matrix_are_one_process(trainer_model, group)
     assert_near(two.weights(), dict(one.tensors()))
 
 
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
 def test_activations_that_are_computed_again_change_nothing(trainer_model, group):
     one, two = alone(trainer_model), ranks(group, 2, trainer_model, activation_checkpointing=True)
     again = alone(trainer_model, activation_checkpointing=True)
@@ -92,6 +94,7 @@ def test_activations_that_are_computed_again_change_nothing(trainer_model, group
         assert_same_report(again.train_step(each), expected)
 
 
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
 def test_a_rank_for_which_there_is_nothing_keeps_up_with_the_others(trainer_model, group):
     """Of each mini-batch one trajectory is left."""
     one, two = alone(trainer_model, minibatches=3), ranks(group, 2, trainer_model, minibatches=3)
@@ -103,6 +106,7 @@ def test_a_rank_for_which_there_is_nothing_keeps_up_with_the_others(trainer_mode
     assert_near(two.weights(), dict(one.tensors()))
 
 
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
 def test_matrices_are_multiplied_in_bfloat16_and_weights_kept_in_float32(trainer_model, group):
     one, two = alone(trainer_model), ranks(group, 2, trainer_model, precision="bfloat16")
     for each in batches(one):
@@ -115,6 +119,7 @@ def test_matrices_are_multiplied_in_bfloat16_and_weights_kept_in_float32(trainer
     assert_near(published, dict(one.tensors()), atol=0.05)
 
 
+@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
 def test_the_supervised_warm_up_is_that_of_one_process(trainer_model, group):
     rows = [
         ([2, 3 + row % 5, 8, 11, 12 + row % 5][: 3 + row % 3], [0.0, 1.0, 1.0, 1.0, 2.0][: 3 + row % 3])
