@@ -206,8 +206,8 @@ class _Run:
         specs = registry.specs(config)
         self._view.say(f"run folder {self._folder.path}")
         # What an adapter was trained on is the model as it came; a checkpoint holds it merged.
-        anew = state is None or config.train.lora.r > 0
-        model = await model_folder(config.model.name) if anew else self._checkpoints.trainer_folder(state.step)
+        saved = self._checkpoints.trainer_folder(state.step) if state is not None and not config.train.lora.r else None
+        model = saved or await model_folder(config.model.name)
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
         settings, in_run = config.weights, self._folder.path / "weights"
         nearest = in_run if config.runtime == "ray" else SHARED_MEMORY  # no memory is shared between machines

@@ -17,7 +17,7 @@ from rollart.errors import ConfigError
 
 def layers_of(model: Any) -> list[nn.Module]:
     """The layers, first to last. Raises ConfigError for a model that does not say which they are."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
             f"model.name: {type(model).__name__} does not say what its layers are; take trainer = 'embedded' without "

@@ -56,7 +56,7 @@ def complete(model: Any, settings: LoraConfig, gather: Callable[[Tensor], Tensor
             continue
         layer, base, rest = name.partition(BASE)
         if base and layer + A in weights and rest == ".weight":
-            parts = (gather(weights[layer + part].detach()) for part in (A, B))
-            yield layer + rest, merged(gather(weight.detach()), *parts, settings)
+            a_RI, b_OR = (gather(weights[layer + part].detach()) for part in (A, B))
+            yield layer + rest, merged(gather(weight.detach()), a_RI, b_OR, settings)
         else:
             yield layer + rest, gather(weight.detach())

@@ -3,7 +3,7 @@
 Megatron joins what is multiplied together and splits the result over ranks: query, key and value, interleaved by
 key-value head; gate and up. Embeddings and head get rows up to a multiple of the ranks.
 
-Invariants: `restored` of what `cut` made for all ranks are the same bits; every weight of transformers is in exactly one
+Invariants: `restored` of what `cut` made for all ranks are the same bits; every weight of transformers is in just one
 `Part`. What this file leaves out: which rank holds which layers and experts, and moving tensors between ranks.
 
 Shape suffixes are left out: a weight is [outputs, inputs], experts have one more dimension in front.

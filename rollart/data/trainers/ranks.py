@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rollart.errors import RankError, RollartError, boundary
 
@@ -46,7 +47,7 @@ class Listening:
                 bound.bind((host, 0))
                 bound.listen(socket.SOMAXCONN)
                 self.place = Rendezvous(host, bound.getsockname()[1])
-                self.store = dist.TCPStore(
+                self.store = TCPStore(
                     *self.place,
                     num_ranks,
                     True,
@@ -80,7 +81,7 @@ class Ranks:
         limit = datetime.timedelta(seconds=timeout_s)
         self._set_interface(host)
         with collective(f"rank {rank} joins {size - 1} others"):
-            store = listening.store if listening else dist.TCPStore(*place, size, False, limit)
+            store = listening.store if listening else TCPStore(*place, size, False, limit)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=store,

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rollart.data.trainers import checkpoint
 from rollart.data.trainers.checkpoint import SHARDS, TrainerState
@@ -58,7 +59,7 @@ def write(
         finally:
             deque(weights, maxlen=0)
     with ranks.together(RunFolderError, what), _known():
-        dcp.save({**held, RANDOM: torch.get_rng_state()}, checkpoint_id=path / SHARDS)
+        state_dict_saver.save({**held, RANDOM: torch.get_rng_state()}, checkpoint_id=path / SHARDS)
     with ranks.together(RunFolderError, what):
         if ranks.is_first:
             checkpoint.copy_companions(Path(model_folder), path)
@@ -97,7 +98,7 @@ class Saved:
                 f"checkpoint {folder} is not in shards but that of the embedded trainer; go on with "
                 "trainer = 'embedded', or start anew from it as a model"
             )
-        self._reader = dcp.FileSystemReader(Path(folder) / SHARDS)
+        self._reader = FileSystemReader(Path(folder) / SHARDS)
         self.names = frozenset(self._reader.read_metadata().state_dict_metadata)
 
     def under(self, prefix: str) -> list[str]:
@@ -110,7 +111,7 @@ class Saved:
             raise RunFolderError(f"it has no {min(missing)}")
         random = torch.get_rng_state()
         with _known():
-            dcp.load({**held, RANDOM: random}, storage_reader=self._reader)
+            state_dict_loader.load({**held, RANDOM: random}, storage_reader=self._reader)
         torch.set_rng_state(random)
 
 
