@@ -44,6 +44,8 @@ from rollart.sections import (
 ROLES = ("actor_train", "actor_gen", "environment", "reward", "rollout")
 GROUPS = ("fsdp2", "megatron")
 """Trainers that are several ranks."""
+COARSE = 0.02
+"""Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much."""
 MERGING = ("embedded", "emulated")
 """Engines that take an adapter."""
 
@@ -316,6 +318,11 @@ def _check_trainer(config: Config) -> None:
         raise ConfigError(f"train.megatron: trainer {config.trainer!r} does not look at it; take trainer = 'megatron'")
     if train.lora.r:
         _check_lora(config)
+    if train.precision == "bfloat16" and train.canary_tolerance < COARSE:
+        raise ConfigError(
+            f"train.canary_tolerance: {train.canary_tolerance:g} is finer than a trainer in bfloat16 agrees with its "
+            "engines; take 0.1"
+        )
     if config.trainer in GROUPS:
         _check_ranks(config)
     elif train.tensor_parallel > 1 or train.precision != "float32":

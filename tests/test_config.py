@@ -250,6 +250,7 @@ def test_a_serverless_table_belongs_to_a_task_or_to_all():
 
 
 FSDP = ("trainer=fsdp2", "roles.actor_train.workers=4")
+BFLOAT16 = ("train.precision=bfloat16", "train.canary_tolerance=0.1")
 
 
 def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> None:
@@ -269,7 +270,8 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
     ("overrides", "line"),
     [
         (("train.tensor_parallel=2",), "train.tensor_parallel: trainer 'embedded' is one process in float32; take"),
-        (("train.precision=bfloat16",), "train.precision: trainer 'embedded' is one process in float32; take tra"),
+        (BFLOAT16, "train.precision: trainer 'embedded' is one process in float32; take trainer = 'fsdp2'"),
+        ((*FSDP, BFLOAT16[0]), "train.canary_tolerance: 0.001 is finer than a trainer in bfloat16 agrees with its"),
         ((*FSDP, "train.tensor_parallel=3"), "roles.actor_train.workers: 4 do not divide into groups of 3 that hold"),
         ((*FSDP, "train.tensor_parallel=8"), "take a multiple of 8"),
         ((*FSDP, "roles.actor_train.devices=2"), "a rank of trainer 'fsdp2' has one device; take devices = 1 and work"),
