@@ -53,13 +53,15 @@ class Parts:
         return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config, with rewards that can be called. Raises ConfigError."""
+        """The tasks of a config, with rewards that can be called and a trainer that is there. Raises ConfigError."""
         from rollart.data.serverless.registry import check_urls
+        from rollart.data.trainers import check_installed
         from rollart.exporter import parse
         from rollart.tasks import registry
 
         found = registry.specs(config)
         check_urls(config)
+        check_installed(config)
         if config.log.prometheus:
             parse(config.log.prometheus)
         return found

@@ -27,6 +27,7 @@ from rollart.sections import (
     Count,
     EvalConfig,
     LogConfig,
+    MegatronConfig,
     ModelConfig,
     PoolConfig,
     ResourcesConfig,
@@ -41,10 +42,17 @@ from rollart.sections import (
 )
 
 ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
+GROUPS = ("fsdp2", "megatron")
+"""Trainers that are several ranks."""
+COARSE = 0.02
+"""Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much."""
+MERGING = ("embedded", "emulated")
+"""Engines that take an adapter."""
 ENGINE_KEYS = {
     "slots": "rollout.engine_slots",
     "max_model_tokens": "rollout.max_model_tokens",
     "seed": "seed",
+    "lora": "train.lora",
     "url": "engine_options.urls",
     "device": "pools.NAME.device",
     "device_class": "pools.NAME.device_class",
@@ -68,7 +76,8 @@ class Config(Section, frozen=True, kw_only=True):
     `vllm`: vLLM in each inference worker. `http`: servers of vLLM or SGLang that run already."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Of the engine that is named, such as { gpu_memory_utilization = 0.8 }; `docs/engines.md` lists them."""
-    trainer: Literal["embedded"] = "embedded"
+    trainer: Literal["embedded", "fsdp2", "megatron"] = "embedded"
+    """`embedded`: one process. `fsdp2`, `megatron`: as many ranks as `roles.actor_train.workers`, one device each."""
     affinity: dict[str, str] | Literal["auto"] = field(default_factory=dict)
     """Task (or its tag) -> device class that generates for it; "default" serves the others. "auto": by measurement."""
     tasks: dict[str, TaskConfig]
@@ -144,6 +153,36 @@ def limits(config: Config) -> Limits:
     )
 
 
+class Layout(Struct, frozen=True):
+    """How the ranks of a trainer share the work: `data` of them take a share of each batch, the rest of the model."""
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def data(self) -> int:
+        """Shares of a batch."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+    def __str__(self) -> str:
+        shares = {name: getattr(self, name) for name in ("data", "tensor", "pipeline", "context")}
+        shown = " x ".join(f"{number} {name}" for name, number in shares.items() if number > 1 or name == "data")
+        experts = f", {self.expert} expert" if self.expert > 1 else ""
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} = {shown}{experts}"
+
+
+def layout(config: Config) -> Layout:
+    """The ranks of the trainer, and what each of them shares with others."""
+    role, train = config.roles.get("actor_train"), config.train
+    asked = role.workers if role else 0
+    ranks = max(1, sum(asked.values()) if isinstance(asked, dict) else asked)
+    sizes = train.megatron if config.trainer == "megatron" else MegatronConfig()
+    return Layout(ranks, train.tensor_parallel, sizes.pipeline_parallel, sizes.context_parallel, sizes.expert_parallel)
+
+
 def serverless_of(config: Config, task: str) -> ServerlessConfig:
     """How the reward function of a task is called. A pool with its URL says how many calls run at once."""
     table = config.serverless.get(task) or config.serverless.get("default") or ServerlessConfig()
@@ -204,6 +243,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         _check_serverless,
         _check_weights,
         _check_log,
+        _check_trainer,
     ):
         rule(config)
     return config
@@ -331,3 +371,61 @@ def _check_log(config: Config) -> None:
     name = config.log.name
     if name in (".", "..", "latest") or any(char in "/\\" or not char.isprintable() for char in name):
         raise ConfigError(f"log.name: {name!r} cannot name a folder; take letters, digits, '-' and '_'")
+
+
+def _check_trainer(config: Config) -> None:
+    train = config.train
+    if config.trainer != "megatron" and train.megatron != MegatronConfig():
+        raise ConfigError(f"train.megatron: trainer {config.trainer!r} does not look at it; take trainer = 'megatron'")
+    if train.lora.r:
+        _check_lora(config)
+    if train.precision == "bfloat16" and train.canary_tolerance < COARSE:
+        raise ConfigError(
+            f"train.canary_tolerance: {train.canary_tolerance:g} is finer than a trainer in bfloat16 agrees with its "
+            "engines; take 0.1"
+        )
+    if config.trainer in GROUPS:
+        _check_ranks(config)
+    elif train.tensor_parallel > 1 or train.precision != "float32":
+        key = "tensor_parallel" if train.tensor_parallel > 1 else "precision"
+        raise ConfigError(f"train.{key}: trainer {config.trainer!r} is one process in float32; take trainer = 'fsdp2'")
+
+
+def _check_ranks(config: Config) -> None:
+    role, parts, rollout = config.roles.get("actor_train"), layout(config), config.rollout
+    share = parts.tensor * parts.pipeline * parts.context
+    if role and role.devices != 1:
+        raise ConfigError(
+            f"roles.actor_train.devices: a rank of trainer {config.trainer!r} has one device; take devices = 1 and "
+            f"workers = {parts.ranks * role.devices}"
+        )
+    if parts.ranks % share:
+        raise ConfigError(
+            f"roles.actor_train.workers: {parts.ranks} do not divide into groups of {share} that hold the model "
+            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}"
+        )
+    if parts.ranks > 1 and config.runtime == "inline":
+        raise ConfigError("runtime: 'inline' is one process, but the trainer is several; take runtime = 'local'")
+    most = rollout.groups_per_batch // config.train.minibatches * rollout.group_size
+    if parts.data > most:
+        raise ConfigError(
+            f"roles.actor_train.workers: {parts.data} ranks would share the {most} trajectories of a mini-batch; "
+            f"take at most {most * share} workers, or larger mini-batches"
+        )
+    holding = parts.ranks // parts.pipeline
+    if holding % parts.expert:
+        raise ConfigError(
+            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal layers"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    train = config.train
+    if not train.lora.targets:
+        raise ConfigError("train.lora.targets: no layer is adapted; name some, such as ['q_proj', 'v_proj']")
+    if config.trainer == "megatron":
+        raise ConfigError("train.lora: trainer 'megatron' trains all weights; take trainer 'fsdp2' or train.lora.r = 0")
+    if train.tensor_parallel > 1:
+        raise ConfigError("train.lora: not together with train.tensor_parallel above 1; set one of them back")
+    if config.engine not in MERGING:
+        raise ConfigError(f"train.lora: engine {config.engine!r} takes whole weights; take 'embedded', or r = 0")

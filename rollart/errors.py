@@ -15,6 +15,7 @@
     |   `-- EndpointError    ... which could not be reached: transient
     |       `-- EndpointBusy ... because it takes no more calls now
     |-- TrainError           a training step                          (also RuntimeError)
+    |   `-- RankError        ... which waited in vain for another rank
     |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
     |   `-- WeightsLost      ... which another place could still give
     `-- RunFolderError       the run folder or a checkpoint           (also OSError)
@@ -99,6 +100,10 @@ class EndpointBusy(EndpointError):
 
 class TrainError(RollartError, RuntimeError):
     """Training cannot go on, for example after several losses in a row that are not finite."""
+
+
+class RankError(TrainError):
+    """A rank of the trainer cannot go on, as another one is gone or hangs."""
 
 
 class WeightsError(RollartError, RuntimeError):

@@ -216,7 +216,9 @@ class _Run:
         config, state = self._config, self._state
         specs = registry.specs(config)
         self._view.say(f"run folder {self._folder.path}")
-        model = await model_folder(config.model.name) if state is None else self._checkpoints.trainer_folder(state.step)
+        # What an adapter was trained on is the model as it came; a checkpoint holds it merged.
+        saved = self._checkpoints.trainer_folder(state.step) if state is not None and not config.train.lora.r else None
+        model = saved or await model_folder(config.model.name)
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
         path, say = self._folder.path, self._announce
         with serving(config.log.prometheus, self._values, self._rewards, self._view.say):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollart.config import Config, limits, unshardable
+from rollart.config import GROUPS, Config, layout, limits, unshardable
 from rollart.errors import to_install
 from rollart.types import TaskSpec
 
@@ -37,6 +37,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
         f"{bounds.trajectories_per_batch} trajectories",
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
+        "trainer": _trainer(config),
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
         "pools": _pools(placement),
         "workers": _workers(placement),
@@ -68,6 +69,17 @@ def _shards(config: Config) -> str:
     if why and bounds.trajectories_in_flight > most:
         return f"none, though more than {most} trajectories are in flight: {why}"
     return "none: the driver manages all trajectories"
+
+
+def _trainer(config: Config) -> str:
+    """How its ranks share the work."""
+    train = config.train
+    if config.trainer not in GROUPS:
+        how = f"{config.trainer}: one process, {train.precision}"
+    else:
+        how = f"{config.trainer}: {layout(config)}, {train.precision}"
+    adapter = f", an adapter of rank {train.lora.r} on {', '.join(train.lora.targets)}" if train.lora.r else ""
+    return how + adapter + (", activations computed again" if train.activation_checkpointing else "")
 
 
 def _pools(placement: Placement | None) -> str:

@@ -102,6 +102,29 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Trajectories in flight that one process manages; beyond it they are spread over shard processes."""
 
 
+class LoraConfig(Section, frozen=True, kw_only=True):
+    """`[train.lora]`: train a low-rank adapter alone, W = W0 + (alpha / r) B A, and send only that to the engines."""
+
+    r: Whole = 0
+    """Rank of the adapter; 0 trains all weights."""
+    alpha: Positive = 16.0
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Linear layers that are adapted, by the last part of their name."""
+
+
+class MegatronConfig(Section, frozen=True, kw_only=True):
+    """`[train.megatron]`: how trainer megatron lays its ranks out, besides `train.tensor_parallel`."""
+
+    pipeline_parallel: Count = 1
+    """Ranks that hold a share of the layers each."""
+    context_parallel: Count = 1
+    """Ranks that each hold a share of every sequence."""
+    expert_parallel: Count = 1
+    """Ranks that share out the experts of a mixture."""
+
+
 class TrainConfig(Section, frozen=True, kw_only=True):
     """`[train]`: the learner."""
 
@@ -130,6 +153,16 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Skipped steps in a row (NaN or infinite loss) after which the run stops."""
     canary_tolerance: Positive = 1e-3
     """Largest difference of a log-probability between engine and trainer after an update."""
+    tensor_parallel: Count = 1
+    """Ranks that share every matrix; the ranks of the trainer divided by it each take a share of the batch."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What a trainer of several ranks multiplies in; weights, sums of gradients and the optimizer stay float32."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of layers, and compute the rest again for the gradient: less memory, a third more work."""
+    collective_timeout_s: Positive = 600.0
+    """How long a rank waits for the others before it counts as broken."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 class EvalConfig(Section, frozen=True, kw_only=True):

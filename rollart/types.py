@@ -406,8 +406,12 @@ class Binding(Struct, frozen=True):
 
 
 class NodeInfo(Struct, frozen=True):
-    """One machine as a runtime sees it. `devices`: how many of each class; `cuda`: classes that torch calls cuda."""
+    """One machine as a runtime sees it. `devices`: how many of each class; `cuda`: classes that torch calls cuda.
+
+    `address`: where other machines reach it; "" where there are none.
+    """
 
     name: str
     devices: dict[str, int]
     cuda: tuple[str, ...] = ()
+    address: str = ""

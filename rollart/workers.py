@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import Config, server_urls, serverless_of, to_dict
+from rollart.config import GROUPS, Config, server_urls, serverless_of, to_dict
 from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
@@ -30,7 +30,7 @@ from rollart.data.environment import RemoteEnvironment
 from rollart.data.inference import RemoteInference, RemotePrefill
 from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
-from rollart.data.training import RemoteTrainer
+from rollart.data.training import RemoteTrainer, form_group
 from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
 from rollart.errors import ResourceError, RollartError, WorkerDied
 from rollart.protocols import Addressed, Losable, Runtime, WorkerHandle
@@ -40,7 +40,7 @@ from rollart.resource.routing import Router
 from rollart.resource.store import open_store
 from rollart.shard import RemoteShard
 from rollart.tasks.registry import reward_scheme
-from rollart.types import Binding, EnvironmentCost, TaskSpec
+from rollart.types import Binding, EnvironmentCost, NodeInfo, TaskSpec
 
 TARGETS = {
     "actor_gen": "rollart.data.roles:inference",
@@ -55,6 +55,7 @@ MET = ("actor_gen", "prefill", "environment", "reward")
 MAX_RESTARTS = 3
 """Deaths of one worker within `RESTART_WINDOW_S` after which its devices are at fault."""
 RESTART_WINDOW_S = 600.0
+LOOPBACK = "127.0.0.1"
 
 
 class Resources(Struct, frozen=True):
@@ -79,6 +80,8 @@ class Workers:
     recipes: Mapping[str, Callable[[Binding], dict[str, Any]]]
     members: dict[str, Member]
     say: Callable[[str], None]
+    trainers: list[WorkerHandle]
+    """The ranks of the trainer, in order; none in an evaluation."""
     environment: RemoteEnvironment = field(init=False)
     reward: RemoteReward | None = field(init=False)
     trainer: RemoteTrainer | None = field(init=False)
@@ -95,12 +98,12 @@ class Workers:
     _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:
-        reward, training = self.of_role("reward"), self.of_role("actor_train")
+        reward = self.of_role("reward")
         self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
         self.num_environments = len(self.of_role("environment"))
         self.resources.on_taken = self._leave
-        self.trainer = RemoteTrainer(training[0].handle, say=self.say) if training else None
+        self.trainer = RemoteTrainer(*self.trainers, say=self.say) if self.trainers else None
 
     def of_role(self, role: str) -> list[Member]:
         """Those that are alive."""
@@ -352,7 +355,8 @@ async def started(
         parcels = stack.enter_context(_parcels(config, run)) if weights else ""
         stack.push_async_callback(_shielded, runtime.shutdown)
         settings = config.resources
-        placement = place(config, await runtime.nodes(), _roles(specs, train))
+        nodes = await runtime.nodes()
+        placement = place(config, nodes, _roles(specs, train))
         store = open_store(settings.store)
         resources = ResourceManager(store, placement.pools, run, name=settings.name, lease_s=settings.lease_s, warn=say)
         await resources.open()
@@ -361,12 +365,30 @@ async def started(
         bindings = await resources.bind_all(placement.wanted)
         recipes = _recipes(config, model, dict(weights), placement, parcels)
         members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
-        workers = Workers(runtime, resources, placement, recipes, {member.name: member for member in members}, say)
+        trainers = await _trainers(config, [each for each in members if each.binding.role == "actor_train"], nodes)
+        by_name = {member.name: member for member in members}
+        workers = Workers(runtime, resources, placement, recipes, by_name, say, trainers)
         if lost := [each for each in bindings if each not in resources.bindings]:
             raise ResourceError(f"another run has got {lost[0]} while the workers started")
         await asyncio.gather(*(workers.tell_address(each) for each in workers.of_role("prefill")))
         await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
         yield workers
+
+
+async def _trainers(config: Config, members: list[Member], nodes: Sequence[NodeInfo]) -> list[WorkerHandle]:
+    """The workers that train together, in the order of their ranks, once they have met: neighbours share a node.
+
+    What is simulated trains as one. Raises what `form_group` raises.
+    """
+    if config.trainer not in GROUPS or not members:
+        return [member.handle for member in members[:1]]
+    members = sorted(members, key=lambda member: (member.binding.node, member.binding.devices))
+    addresses = {node.name: node.address for node in nodes}
+    homes = [member.binding.node for member in members]
+    hosts = [addresses[home] if len(set(homes)) > 1 else LOOPBACK for home in homes]
+    handles = [member.handle for member in members]
+    await form_group(handles, hosts)
+    return handles
 
 
 async def _shielded(close: Callable[[], Any]) -> None:
@@ -401,7 +423,14 @@ def _recipes(
     rollout = config.rollout
     tasks = {name: msgspec.to_builtins(task) for name, task in config.tasks.items()}
     hosted = {"tasks": tasks, "num_threads": rollout.env_threads}
-    engine_options = {"slots": rollout.engine_slots, "max_model_tokens": rollout.max_model_tokens, "seed": config.seed}
+    engine_options: dict[str, Any] = {
+        "slots": rollout.engine_slots,
+        "max_model_tokens": rollout.max_model_tokens,
+        "seed": config.seed,
+    }
+
+    if config.train.lora.r:
+        engine_options["lora"] = msgspec.to_builtins(config.train.lora)
 
     def on(binding: Binding) -> dict[str, Any]:
         own: dict[str, Any] = {"device": binding.device}

@@ -180,6 +180,17 @@ def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture
     assert "#   in memory     at most 48 groups, with those in training" in output
 
 
+def test_check_says_how_the_trainer_is_laid_out(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml], FakeParts()) == 0
+    assert "embedded: one process, float32\n" in capsys.readouterr().out
+    words = ["trainer=fsdp2", "roles.actor_train.workers=4", "train.tensor_parallel=2", "train.precision=bfloat16"]
+    words += ["train.canary_tolerance=0.1"]
+    assert main(["check", toml, *words], FakeParts()) == 0
+    assert "fsdp2: 4 ranks = 2 data x 2 tensor, bfloat16\n" in capsys.readouterr().out
+    assert main(["check", toml, "train.lora={ r = 4, targets = ['q_proj'] }"], FakeParts()) == 0
+    assert "embedded: one process, float32, an adapter of rank 4 on q_proj\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("word", "line"),
     [

@@ -12,7 +12,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollart import toml
-from rollart.config import ENGINE_KEYS, Config, from_dict, limits, load, parse, server_urls, serverless_of, to_toml
+from rollart.config import (
+    ENGINE_KEYS,
+    Config,
+    from_dict,
+    layout,
+    limits,
+    load,
+    parse,
+    server_urls,
+    serverless_of,
+    to_toml,
+)
 from rollart.errors import ConfigError
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
@@ -274,3 +285,55 @@ count = 40
 def test_a_serverless_table_belongs_to_a_task_or_to_all():
     with pytest.raises(ConfigError, match=r"serverless.sortin: no task has this name; did you mean 'sorting'\?"):
         parse("[tasks.sorting]\n[serverless.sortin]\nbatch = 2")
+
+
+FSDP = ("trainer=fsdp2", "roles.actor_train.workers=4")
+BFLOAT16 = ("train.precision=bfloat16", "train.canary_tolerance=0.1")
+
+
+def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> None:
+    def shown(*overrides: str) -> str:
+        return str(layout(parse(BASE, overrides)))
+
+    assert shown() == "1 rank = 1 data"
+    assert shown(*FSDP) == "4 ranks = 4 data"
+    assert shown("trainer=fsdp2", "roles.actor_train.workers={ H800 = 2, H20 = 2 }") == "4 ranks = 4 data"
+    assert shown(*FSDP, "train.tensor_parallel=2") == "4 ranks = 2 data x 2 tensor"
+    megatron = ("trainer=megatron", "roles.actor_train.workers=8", "train.megatron={ pipeline_parallel = 2 }")
+    assert shown(*megatron, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
+    assert shown(*megatron[:2], "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("train.tensor_parallel=2",), "train.tensor_parallel: trainer 'embedded' is one process in float32; take"),
+        (BFLOAT16, "train.precision: trainer 'embedded' is one process in float32; take trainer = 'fsdp2'"),
+        ((*FSDP, BFLOAT16[0]), "train.canary_tolerance: 0.001 is finer than a trainer in bfloat16 agrees with its"),
+        ((*FSDP, "train.tensor_parallel=3"), "roles.actor_train.workers: 4 do not divide into groups of 3 that hold"),
+        ((*FSDP, "train.tensor_parallel=8"), "take a multiple of 8"),
+        ((*FSDP, "roles.actor_train.devices=2"), "a rank of trainer 'fsdp2' has one device; take devices = 1 and work"),
+        ((*FSDP, "runtime=inline"), "runtime: 'inline' is one process, but the trainer is several; take runtime ="),
+        (
+            (*FSDP, "rollout.groups_per_batch=1", "rollout.group_size=2"),
+            "roles.actor_train.workers: 4 ranks would share the 2 trajectories of a mini-batch; take at most 2 workers",
+        ),
+        ((*FSDP, "train.megatron.pipeline_parallel=2"), "train.megatron: trainer 'fsdp2' does not look at it; take"),
+        (
+            ("trainer=megatron", "roles.actor_train.workers=4", "train.megatron.expert_parallel=3"),
+            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers",
+        ),
+        ((*FSDP, "train.tensor_parallel=2", "train.lora.r=4"), "train.lora: not together with train.tensor_parallel"),
+        (("train.lora.r=4", "train.lora.targets=[]"), "train.lora.targets: no layer is adapted; name some, such as"),
+        (("engine=vllm", "train.lora.r=4"), "train.lora: engine 'vllm' takes whole weights; take 'embedded', or r = 0"),
+        (
+            ("engine=http", 'engine_options.urls=["http://a:1"]', "train.lora.r=4"),
+            "train.lora: engine 'http' takes whole weights; take 'embedded', or r = 0",
+        ),
+        (("engine_options.lora={ r = 4 }",), "engine_options.lora: follows from train.lora; set that instead"),
+        (("trainer=megatron", "train.lora.r=4"), "train.lora: trainer 'megatron' trains all weights; take trainer"),
+        (("trainer=fsdp",), "trainer: 'fsdp' is not a choice; did you mean 'fsdp2'?"),
+    ],
+)  # fmt: skip
+def test_a_trainer_that_cannot_work_is_refused_early(overrides: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*overrides)

@@ -55,7 +55,8 @@ def node_info(name: str, node: RayNode) -> NodeInfo:
         cuda.append(said or class_of(model))
         devices[cuda[0]] = num_gpus
     devices |= {key: int(number) for key, number in resources.items() if _is_custom(key)}
-    return NodeInfo(name, {key: number for key, number in devices.items() if number}, tuple(cuda))
+    there = {key: number for key, number in devices.items() if number}
+    return NodeInfo(name, there, tuple(cuda), address=node.get("NodeManagerAddress", ""))
 
 
 def bundle_of(binding: Binding, node: RayNode) -> dict[str, float]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from rollart.data.http_inference import HTTPInference
     from rollart.data.inference import InferenceWorker
     from rollart.data.reward import RewardWorker
+    from rollart.data.train_rank import TrainRank
+    from rollart.data.trainers.ranks import Ranks
     from rollart.data.training import TrainWorker
+    from rollart.protocols import Trainer
 
 
 def inference(
@@ -54,24 +57,27 @@ def training(
     temperature: float,
     seed: int,
     weights: dict[str, Any],
-) -> TrainWorker:
-    """A training worker. `options` is the `[train]` table."""
+) -> TrainWorker | TrainRank:
+    """A training worker, or one rank of a trainer of several. `options` is the `[train]` table."""
     _one_compute_thread()
     import msgspec
 
+    from rollart.config import GROUPS
+    from rollart.data.train_rank import TrainRank
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
     from rollart.data.weights import open_store
     from rollart.sections import TrainConfig
 
-    made = trainer_factory(trainer)(
-        model_folder=model_folder,
-        options=msgspec.convert(options, TrainConfig),
-        temperature=temperature,
-        seed=seed,
-        device=device,
-    )
-    return TrainWorker(made, open_store(**weights))
+    factory, settings = trainer_factory(trainer), msgspec.convert(options, TrainConfig)
+    what = {"model_folder": model_folder, "options": settings, "temperature": temperature, "seed": seed}
+    if trainer not in GROUPS:
+        return TrainWorker(factory(**what, device=device), open_store(**weights))
+
+    def build(ranks: Ranks) -> Trainer:
+        return factory(**what, ranks=ranks)
+
+    return TrainRank(build, lambda: open_store(**weights), device, settings.collective_timeout_s)
 
 
 def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:

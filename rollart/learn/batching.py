@@ -1,7 +1,7 @@
 """From scored groups to padded tensors: samples, mini-batches by group, micro-batches by padded token budget.
 
 Invariant: every trained token of a batch lies in exactly one micro-batch, and no sample is ever split. All of it is
-deterministic. What this file leaves out: how rows are packed (`packing`), and sharding over ranks.
+deterministic. What this file leaves out: how rows are packed (`packing`), and who computes which micro-batch.
 
 Shape suffixes: B rows of a micro-batch, T positions fed to the model (the last token of a sample is only a target).
 """
@@ -151,6 +151,29 @@ def _families(samples: Sequence[Sample]) -> list[list[Sample]]:
         families[-1].append(sample)
         before = sample.tokens
     return families
+
+
+def deal(batches: Sequence[list[Sample]], num_ranks: int) -> list[list[list[Sample]]]:
+    """The micro-batches of each rank, as many for every rank, as ranks that compute one wait for each other.
+
+    Neighbours, which are of similar length, are computed at the same time. Those that are left over are cut by rows; a
+    rank for which there are no rows gets one token that is not trained.
+    """
+    num_even = len(batches) // num_ranks * num_ranks
+    dealt = [*batches[:num_even], *_evened(list(batches[num_even:]), num_ranks)]
+    return [dealt[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _evened(batches: list[list[Sample]], number: int) -> list[list[Sample]]:
+    """`number` of batches with the same rows, or none where there are none."""
+    if not batches:
+        return []
+    idle = Sample(batches[0][0].tokens[:2], [False] * 2, [0.0] * 2, [0.0] * 2)
+    while len(batches) < number and any(len(batch) > 1 for batch in batches):
+        batches.sort(key=lambda batch: (len(batch) > 1, len(batch) * max(each.num_inputs for each in batch)))
+        largest = batches.pop()
+        batches += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return batches + [[idle]] * (number - len(batches))
 
 
 def padding_fraction(batches: Sequence[Sequence[Sample]]) -> float:

@@ -90,6 +90,7 @@ def reinforce(tokens: PolicyTokens, options: TrainConfig) -> tuple[Tensor, Tenso
 
 LOSSES: Mapping[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
 """What `train.loss` chooses from."""
+METRICS = ("ratio", "clip_fraction", "importance_weight", "tis_fraction", "kl_behaviour", "entropy")
 
 
 def summed_loss(
@@ -112,6 +113,11 @@ def summed_loss(
         metrics["kl_reference"] = kl_BT
     sums = torch.stack([_sum(value_BT.detach(), tokens.mask_BT) for value_BT in metrics.values()]).tolist()
     return _sum(loss_BT, tokens.mask_BT), dict(zip(metrics, sums, strict=True))
+
+
+def metric_names(options: TrainConfig) -> tuple[str, ...]:
+    """The metrics of `summed_loss`."""
+    return (*METRICS, "kl_reference") if options.kl_coef else METRICS
 
 
 def k3(other_BT: Tensor, sampled_BT: Tensor) -> Tensor:

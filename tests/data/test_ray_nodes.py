@@ -3,12 +3,14 @@ from typing import Any
 from rollart.data.ray_nodes import NodeNames, bundle_of, node_info
 from rollart.types import Binding, NodeInfo
 
+HOME = "10.0.0.1"
+
 
 def node(ident: str, name: str = "10.0.0.1", alive: bool = True, labels: Any = None, **resources: float) -> Any:
     return {
         "NodeID": ident * 8,
         "NodeName": name,
-        "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerAddress": HOME,
         "Alive": alive,
         "Resources": {"memory": 1e9, "object_store_memory": 1e8, "node:10.0.0.1": 1.0, **resources},
         "Labels": labels or {},
@@ -43,16 +45,18 @@ def test_a_node_that_comes_back_under_its_old_name_is_another_node() -> None:
 
 def test_the_classes_of_a_node_are_its_gpus_by_model_its_resources_and_its_cores() -> None:
     gpus = {"GPU": 8.0, "accelerator_type:H800": 1.0}
-    assert node_info("n", node("a", CPU=4.0, **gpus)) == NodeInfo("n", {"CPU": 4, "H800": 8}, ("H800",))
-    assert node_info("n", node("a", CPU=4.0, H20=2.0)) == NodeInfo("n", {"CPU": 4, "H20": 2})
+    assert node_info("n", node("a", CPU=4.0, **gpus)) == NodeInfo("n", {"CPU": 4, "H800": 8}, ("H800",), HOME)
+    assert node_info("n", node("a", CPU=4.0, H20=2.0)) == NodeInfo("n", {"CPU": 4, "H20": 2}, address=HOME)
     held = {"H20_group_0_12ab": 1.0, "bundle_group_12ab": 1000.0}
-    assert node_info("n", node("a", CPU=4.0, **held)) == NodeInfo("n", {"CPU": 4})
+    assert node_info("n", node("a", CPU=4.0, **held)) == NodeInfo("n", {"CPU": 4}, address=HOME)
 
 
 def test_the_label_of_a_node_names_the_class_of_all_its_devices() -> None:
     label = {"rollart.class": "H20"}
-    assert node_info("n", node("a", labels=label, CPU=4.0, GPU=2.0)) == NodeInfo("n", {"CPU": 4, "H20": 2}, ("H20",))
-    assert node_info("n", node("a", labels=label, CPU=4.0)) == NodeInfo("n", {"H20": 4})
+    assert node_info("n", node("a", labels=label, CPU=4.0, GPU=2.0)) == NodeInfo(
+        "n", {"CPU": 4, "H20": 2}, ("H20",), HOME
+    )
+    assert node_info("n", node("a", labels=label, CPU=4.0)) == NodeInfo("n", {"H20": 4}, address=HOME)
 
 
 def test_a_binding_takes_whole_devices_its_part_of_a_shared_one_or_nothing_for_cores() -> None:

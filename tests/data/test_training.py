@@ -13,8 +13,9 @@ import torch
 from rollart.data import roles
 from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
-from rollart.errors import ConfigError, WeightsError, WeightsLost
+from rollart.errors import ConfigError, RankError, RewardError, WeightsError, WeightsLost, WorkerDied
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
+from rollart.virtual_time import run_virtual
 
 
 class FakeTrainer:
@@ -179,6 +180,112 @@ def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
     asyncio.run(run())
     assert trainer.calls == [("warmup", rows, 5, 0.1, 100), ("save", "a"), ("load", "b")]
     assert worker.returns["parameters"] == list[ParameterInfo]
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+class FakeRank:
+    """Notes its calls in a list that all ranks share, and answers, fails or dies as told."""
+
+    def __init__(self, name, calls, outcome=None):
+        self.name, self.calls, self.outcome = name, calls, outcome
+
+    async def call(self, method, *args, returns):
+        self.calls.append((self.name, method, *args))
+        await asyncio.sleep(0)
+        self.calls.append((self.name, "done"))
+        if callable(self.outcome):
+            return await self.outcome()
+        if self.outcome is not None:
+            raise self.outcome
+        return [self.name]
+
+
+def ranks(*outcomes):
+    calls = []
+    return calls, RemoteTrainer(*(FakeRank(f"r{rank}", calls, each) for rank, each in enumerate(outcomes)))
+
+
+def test_every_rank_is_called_and_the_first_one_answers_for_all():
+    calls, remote = ranks(None, None)
+    assert asyncio.run(remote.logprobs([1, 2])) == ["r0"]
+    assert calls[:2] == [("r0", "logprobs", [1, 2]), ("r1", "logprobs", [1, 2])]
+
+
+def test_what_is_bulky_goes_to_the_first_rank_alone():
+    calls, remote = ranks(None, None)
+    batch, rows = TrainBatch(step=1, version=0, groups=[]), [([1], [1.0])]
+
+    async def run():
+        await remote.train_step(batch)
+        await remote.warmup(rows, 5, 0.1, 100)
+
+    asyncio.run(run())
+    assert [call for call in calls if call[1] != "done"] == [
+        ("r0", "train_step", batch),
+        ("r1", "train_step", None),
+        ("r0", "warmup", rows, 5, 0.1, 100),
+        ("r1", "warmup", None, 5, 0.1, 100),
+    ]
+
+
+def test_calls_of_a_group_come_one_after_the_other_to_all_ranks():
+    calls, remote = ranks(None, None)
+
+    async def run():
+        await asyncio.gather(remote.save("a"), remote.logprobs([1, 2]))
+
+    asyncio.run(run())
+    assert [call[1] for call in calls] == ["save", "save", "done", "done", "logprobs", "logprobs", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "raised"),
+    [
+        ((RankError("gone"), WorkerDied("r1 is dead")), WorkerDied),
+        ((RankError("gone"), RewardError("nan")), RewardError),
+        ((RankError("gone"), None), RankError),
+    ],
+)
+def test_of_several_failures_the_likeliest_cause_is_raised(outcomes, raised):
+    _, remote = ranks(*outcomes)
+    with pytest.raises(raised):
+        asyncio.run(remote.logprobs([1, 2]))
+
+
+def test_a_rank_that_is_still_waiting_is_not_waited_for_when_another_died_long_ago():
+    """Its own time limit may be far away."""
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def run():
+        _, remote = ranks(WorkerDied("dead"), forever)
+        with pytest.raises(WorkerDied):
+            await remote.logprobs([1, 2])
+
+    run_virtual(run())
+    assert ended
+
+
+def test_what_the_store_has_lost_is_published_once_more_by_all_ranks_and_said_once():
+    calls, said = [], []
+
+    class Losing(FakeRank):
+        async def call(self, method, *args, returns):
+            await super().call(method, *args, returns=returns)
+            if (method, self.name) == ("publish", "r0"):
+                raise WeightsLost("the store is full")
+            return WeightManifest(*args, (), (), note="now in files")
+
+    remote = RemoteTrainer(*(Losing(name, calls) for name in ("r0", "r1")), say=said.append)
+    assert asyncio.run(remote.publish(1)).note == "now in files"
+    asked = [call for call in calls if call[1] != "done"]
+    assert asked == [("r0", "publish", 1), ("r1", "publish", 1), ("r0", "rescue", 1), ("r1", "rescue", 1)]
+    assert said == ["weights: now in files"]
 
 
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):

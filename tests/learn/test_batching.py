@@ -12,6 +12,7 @@ from rollart.learn.batching import (
     Sample,
     collate,
     cut_sample,
+    deal,
     group_samples,
     micro_batches,
     padding_fraction,
@@ -151,3 +152,28 @@ def test_rows_are_packed_only_where_that_saves_positions():
     assert torch.equal(packed.tokens_BT, collate(group).tokens_BT)
     strangers = [member(index, 5, shared=3) for index in range(4)]
     assert collate(strangers, packs=True).packed is None
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@given(LENGTHS, st.integers(1, 8), st.sampled_from([1, 20, 100, 10_000]))
+def test_every_rank_has_as_many_micro_batches_and_every_trained_token_is_dealt_once(lengths, num_ranks, budget):
+    samples = [sample(length) for length in lengths]
+    shares = deal(micro_batches(samples, budget), num_ranks)
+    assert len(shares) == num_ranks
+    assert len({len(share) for share in shares}) == 1
+    dealt = [each for share in shares for micro in share for each in micro]
+    trained = sorted(each.num_inputs for each in dealt if each.num_trained)
+    assert trained == sorted(lengths)
+    assert all(each.num_inputs == 1 for each in dealt if not each.num_trained)
+    assert all(micro for share in shares for micro in share)
+
+
+def test_one_micro_batch_is_cut_by_rows_before_a_rank_idles():
+    shares = deal([[sample(4) for _ in range(6)]], 4)
+    assert sorted(len(micro) for (micro,) in shares) == [1, 1, 2, 2]
+    assert all(each.num_trained for (micro,) in shares for each in micro)
+    idle = deal([[sample(4)]], 3)
+    assert sorted(micro[0].num_trained for (micro,) in idle) == [0, 0, 1]
+    assert deal([], 2) == [[], []]

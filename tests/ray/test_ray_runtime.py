@@ -43,11 +43,13 @@ def on(node: str, device_class: str, *devices: int) -> Binding:
 
 def test_each_raylet_is_a_node_with_its_own_name_and_classes(runtime: RayRuntime) -> None:
     nodes = asyncio.run(runtime.nodes())
+    home = nodes[0].address
+    assert home
     assert sorted(nodes, key=lambda node: node.name) == [
-        NodeInfo("head", {"CPU": 2}),
-        NodeInfo("rollout-1", {"H20": 2}),
-        NodeInfo("rollout-2", {"H20": 2}),
-        NodeInfo("train", {"H800": 2}),
+        NodeInfo("head", {"CPU": 2}, address=home),
+        NodeInfo("rollout-1", {"H20": 2}, address=home),
+        NodeInfo("rollout-2", {"H20": 2}, address=home),
+        NodeInfo("train", {"H800": 2}, address=home),
     ]
 
 

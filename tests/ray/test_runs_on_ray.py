@@ -61,6 +61,13 @@ class Echo(rdist.Worker):
         return os.getpid()
 
 
+def test_the_ranks_of_a_trainer_are_actors_that_find_each_other(machines: Machines, lab: Laboratory) -> None:
+    words = ("trainer=fsdp2", "roles.actor_train.workers=2", f"resources.store=file:{lab.folder / 'pools'}")
+    assert train(lab.config(*words, text=ON_POOLS)) == 0
+    check_audit(lab.run, steps=3, alpha=1)
+    assert {"training-0", "training-1"} <= summary(lab.run)["resources"]["workers"].keys()
+
+
 def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machines, lab: Laboratory) -> None:
     steps = 25
     store = f"resources.store=file:{lab.folder / 'pools'}"

@@ -95,6 +95,13 @@ def test_each_server_of_others_has_an_inference_worker() -> None:
         placed(f"{text}roles.actor_gen.workers = 2")
 
 
+def test_the_ranks_of_a_trainer_are_workers_with_a_device_each() -> None:
+    ranks = placed("trainer = 'fsdp2'\nroles.actor_train.workers = 3").of_role("actor_train")
+    assert [(each.worker, each.device_class, each.num_devices) for each in ranks] == [
+        (f"training-{number}", "H800", 1) for number in range(3)
+    ]
+
+
 def test_declared_pools_take_their_devices_from_the_nodes_and_the_cores_come_by_themselves() -> None:
     pools = {
         pool.name: pool

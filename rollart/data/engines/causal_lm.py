@@ -18,17 +18,26 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from rollart.data.engines.adapter import Adapter
 from rollart.data.engines.attention import ATTENTION, Plan
 from rollart.data.engines.parameters import info_of, vetted
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import FrozenTensors, Tensors
+from rollart.sections import LoraConfig
 from rollart.types import ParameterInfo
 
 
 class CausalLM:
     """The model of a local folder. Raises ConfigError for a wrong folder, GenerationError for a model out of reach."""
 
-    def __init__(self, folder: str, max_model_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: str,
+        max_model_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraConfig | None = None,
+    ) -> None:
         if not (Path(folder) / "config.json").is_file():
             raise ConfigError(f"{folder}: not a model folder (no config.json)")
         with boundary(GenerationError, f"loading the model in {folder}"), _no_progress_bar():
@@ -39,6 +48,7 @@ class CausalLM:
             )
         self._model.eval().requires_grad_(False).to(device)
         self._device = device
+        self._adapter = Adapter(self._model, lora) if lora is not None else None
         embeddings: Any = self._model.get_input_embeddings()
         self.vocabulary = int(embeddings.weight.shape[0])
         self.num_layers: int = config.num_hidden_layers
@@ -73,16 +83,21 @@ class CausalLM:
             self._model.set_attn_implementation(ATTENTION)
 
     def parameters(self) -> list[ParameterInfo]:
-        """Name, shape and dtype of every tensor; tied ones once, under the name of the first."""
+        """Name, shape and dtype of every tensor; tied ones once, under the name of the first; or of the adapter."""
+        if self._adapter is not None:
+            return self._adapter.parameters()
         return [info_of(name, parameter) for name, parameter in self._model.named_parameters()]
 
     def load(self, tensors: Tensors) -> None:
-        """Copy weights in place; on the CPU, keep those that nobody changes any more.
+        """Copy weights in place, or merge an adapter; on the CPU, keep weights that nobody changes any more.
 
         Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree.
         """
         kept = isinstance(tensors, FrozenTensors) and self._device.type == "cpu"
         given = dict(vetted({info.name: info for info in self.parameters()}, tensors))
+        if self._adapter is not None:
+            self._adapter.merge(given)
+            return
         for name, parameter in self._model.named_parameters():
             if kept:
                 parameter.data = given[name]

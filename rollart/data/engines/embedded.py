@@ -18,10 +18,12 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from rollart.data.engines.attention import Work, plan
@@ -33,6 +35,7 @@ from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Payload, Tensors
+from rollart.sections import LoraConfig
 from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo, Sampling
 
 SHORTEST = 16
@@ -44,8 +47,9 @@ class EmbeddedEngine:
 
     `slots`: requests that run at once. `max_model_tokens`: longest sequence, prompt and generated. `prefill_tokens`:
     most prompt tokens, padding included, computed in one step. `kept_tokens`: most tokens kept for trajectories between
-    turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed. `floor_s`: given the prompt
-    tokens and the decoding requests of a step, the least seconds that it takes (`emulated.py`).
+    turns, default half of `slots * max_model_tokens`. Memory is taken as it is needed. `lora`: the table `[train.lora]`
+    of a run whose weights arrive as an adapter. `floor_s`: given the prompt tokens and the decoding requests of a step,
+    the least seconds that it takes (`emulated.py`).
     Raises ConfigError, and GenerationError for a model whose cached generation differs from a plain forward pass.
     """
 
@@ -59,6 +63,7 @@ class EmbeddedEngine:
         prefill_tokens: int = 2048,
         kept_tokens: int | None = None,
         dtype: str = "float32",
+        lora: Mapping[str, Any] | None = None,
         floor_s: Callable[[int, int], float] | None = None,
     ) -> None:
         if slots < 1 or prefill_tokens < 1 or max_model_tokens < SHORTEST:
@@ -66,7 +71,8 @@ class EmbeddedEngine:
         place, kind = torch.device(device), getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise ConfigError(f"embedded engine: unknown dtype {dtype!r}; take float32, bfloat16 or float16")
-        self._model = CausalLM(model_folder, max_model_tokens, place, kind)
+        adapter = msgspec.convert(lora, LoraConfig) if lora else None
+        self._model = CausalLM(model_folder, max_model_tokens, place, kind, adapter)
         self._tokenizer = load_tokenizer(Path(model_folder) / "tokenizer.json")
         self._max_slots, self._max_model_tokens, self._prefill_tokens = slots, max_model_tokens, prefill_tokens
         shape = self._model.num_layers, self._model.num_heads, self._model.head_dim

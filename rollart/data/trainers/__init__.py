@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 
-from rollart.config import nearest
-from rollart.errors import ConfigError
+from rollart.config import Config, nearest
+from rollart.errors import ConfigError, to_install
 from rollart.protocols import Trainer
 
 TrainerFactory = Callable[..., Trainer]
-"""Called as `factory(model_folder, options, temperature, seed, device)`."""
+"""Called as `factory(model_folder, options, temperature, seed, device)`; of several ranks, with `ranks` at the end."""
 
 
 def _embedded() -> TrainerFactory:
@@ -18,12 +19,37 @@ def _embedded() -> TrainerFactory:
     return EmbeddedTrainer
 
 
-TRAINERS: Mapping[str, Callable[[], TrainerFactory]] = {"embedded": _embedded}
+def _fsdp2() -> TrainerFactory:
+    from rollart.data.trainers.fsdp import FsdpTrainer
+
+    return FsdpTrainer
+
+
+TRAINERS: Mapping[str, Callable[[], TrainerFactory]] = {"embedded": _embedded, "fsdp2": _fsdp2}
 """What `trainer` in the configuration chooses from: name -> loader."""
 
 
 def trainer_factory(name: str) -> TrainerFactory:
     """The trainer called `name`. Raises ConfigError for an unknown one."""
+    check_known(name)
+    return TRAINERS[name]()
+
+
+def check_known(name: str) -> None:
+    """Raises ConfigError for a trainer that is not here."""
     if name not in TRAINERS:
         raise ConfigError(f"trainer: unknown {name!r}{nearest(name, list(TRAINERS))}")
-    return TRAINERS[name]()
+
+
+def check_installed(config: Config) -> None:
+    """Whether the trainer, and the packages that it needs, are here. Raises ConfigError, which names the extra."""
+    check_known(config.trainer)
+    if config.train.lora.r and not _is_there("peft"):
+        raise ConfigError(f"train.lora: needs an extra; {to_install('peft')}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,12 +1,13 @@
 """A trainer's checkpoint folder: the model in Hugging Face format, its tokenizer, and what an exact resume needs.
 
     config.json, model*.safetensors, tokenizer files ...   loads in transformers or an engine as it is
-    trainer.safetensors                                    optimizer, random state, reference model
+    trainer.safetensors                                    optimizer, random state, reference model; of one process
+    shards/                                                the same, and the weights, of several (torch's own format)
     trainer.json                                           counters, and the size of every other file
 
 Invariant: `trainer.json` is renamed into place last, so a folder without it, or with other sizes than it says, is
-half-written and refused. Nothing is pickled. What this file leaves out: which checkpoints are kept, and the rest of
-a run's state.
+half-written and refused. What this file leaves out: which checkpoints are kept, the rest of a run's state, and how
+shards are written (`shards.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from rollart.errors import RunFolderError, boundary
 
-STATE, TENSORS = "trainer.json", "trainer.safetensors"
+STATE, TENSORS, SHARDS = "trainer.json", "trainer.safetensors", "shards"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"})
 
 
@@ -39,23 +40,50 @@ class TrainerState(Struct, frozen=True):
 
 
 def write(
-    folder: str | Path, model: Any, model_folder: Path, tensors: Mapping[str, Tensor], state: TrainerState
+    folder: str | Path,
+    model: Any,
+    model_folder: Path,
+    tensors: Mapping[str, Tensor],
+    state: TrainerState,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write everything into an empty or new folder. Raises RunFolderError."""
+    """Write everything into an empty or new folder. Raises RunFolderError. `weights`: instead of the model's own."""
     folder = Path(folder)
     with boundary(RunFolderError, f"saving a checkpoint in {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise RunFolderError(f"{folder} is not empty; save every checkpoint in a folder of its own")
-        model.save_pretrained(folder)
+        begin(folder)
+        model.save_pretrained(folder, state_dict=weights)
         copy_companions(model_folder, folder)
         safetensors.torch.save_file(dict(tensors), folder / TENSORS)
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-        _write_last(folder / STATE, msgspec.json.encode(msgspec.structs.replace(state, files=files)))
+        finish(folder, state)
+
+
+def begin(folder: Path) -> None:
+    """Make the folder, or see that it is empty. Raises RunFolderError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise RunFolderError(f"{folder} is not empty; save every checkpoint in a folder of its own")
+
+
+def finish(folder: Path, state: TrainerState) -> None:
+    """All else is written: from now on the checkpoint exists."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    _write_last(folder / STATE, msgspec.json.encode(msgspec.structs.replace(state, files=files)))
 
 
 def read(folder: str | Path) -> tuple[dict[str, Tensor], TrainerState]:
     """The tensors and counters that `write` was given. Raises RunFolderError when they are not all there."""
+    folder, state = Path(folder), read_state(folder)
+    if (folder / SHARDS).is_dir():
+        raise RunFolderError(
+            f"checkpoint {folder} is in shards, which the embedded trainer does not read; go on with trainer = 'fsdp2' "
+            "(one worker will do), or start anew from it as a model"
+        )
+    with boundary(RunFolderError, f"reading the checkpoint in {folder}"):
+        return safetensors.torch.load_file(folder / TENSORS), state
+
+
+def read_state(folder: str | Path) -> TrainerState:
+    """The counters, once every file was found to be there. Raises RunFolderError."""
     folder = Path(folder)
     with boundary(RunFolderError, f"reading the checkpoint in {folder}"):
         if not (folder / STATE).is_file():
@@ -69,7 +97,16 @@ def read(folder: str | Path) -> tuple[dict[str, Tensor], TrainerState]:
                     f"checkpoint {folder} is damaged: {name} should have {num_bytes} bytes, "
                     f"{'but is missing' if found is None else f'not {found}'}; take an earlier one"
                 )
-        return safetensors.torch.load_file(folder / TENSORS), state
+        return state
+
+
+def check_reference(folder: str | Path, state: TrainerState, wanted: bool, there: bool) -> None:
+    """A run with a KL goes on only with the policy that it holds on to. Raises RunFolderError."""
+    if wanted and state.steps and not there:
+        raise RunFolderError(
+            f"checkpoint {folder} was made with train.kl_coef = 0 and holds no reference model; "
+            "resume with train.kl_coef = 0"
+        )
 
 
 def copy_companions(source: Path, target: Path) -> None:

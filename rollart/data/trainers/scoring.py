@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,20 +42,31 @@ def load_model(folder: str | Path, device: str) -> Any:
         return model.to(torch.device(device)).eval()
 
 
+class Traits(NamedTuple):
+    """How a model can be scored. `sparse`: its head runs on trained positions only; `packs`: packed rows are taken."""
+
+    sparse: bool
+    packs: bool
+
+
 class Scorer:
     """Scores micro-batches with one model.
 
-    `sparse`: whether the head runs on trained positions only; `packs`: whether packed rows are taken, for which the
-    model's attention is exchanged. Both are decided here, by comparing with the plain forward.
-    `max_logits`: see MAX_LOGITS.
+    `traits`: default: found out here, by comparing with the plain forward; for packed rows the model's attention is
+    then exchanged. `max_logits`: see MAX_LOGITS.
     """
 
-    def __init__(self, model: Any, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(self, model: Any, max_logits: int = MAX_LOGITS, traits: Traits | None = None) -> None:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
-        self.sparse = has_plain_head(model)
-        self.packs = take_packed_rows(model)
         self._max_logits = max_logits
+        self.traits = traits or Traits(has_plain_head(model), take_packed_rows(model))
+        self.sparse, self.packs = self.traits
+        if traits is None:
+            self._tell()
+
+    def _tell(self) -> None:
+        model = self.model
         if not self.sparse:
             log.warning(
                 "%s post-processes its logits; scoring it by full forward passes, which takes more time and memory",

@@ -2,6 +2,8 @@
 
 Invariant: its optimizer is its own and is dropped at the end, so that reinforcement learning starts with a fresh one.
 What this file leaves out: where the sequences come from.
+
+Shape suffixes: B rows of a micro-batch, T positions.
 """
 
 from __future__ import annotations
@@ -10,19 +12,20 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
+from torch import Tensor
 
-from rollart.data.trainers.scoring import Scorer
+from rollart.data.trainers.learner import Adam, Learner, Optimizer
 from rollart.errors import TrainError
 from rollart.learn.batching import Sample, cut_sample, micro_batches
 
+ADAM = Adam(0.9, 0.95, fused=False)
 GRAD_CLIP = 1.0
 RAMP_FRACTION = 0.05
 """Share of the steps over which the learning rate rises, before it falls to zero along a cosine."""
 
 
 def warm_up(
-    scorer: Scorer,
+    learner: Learner,
     sequences: Sequence[tuple[list[int], list[float]]],
     steps: int,
     learning_rate: float,
@@ -41,14 +44,12 @@ def warm_up(
     samples = [sample for tokens, weights in sequences if (sample := weighted_sample(tokens, weights)) is not None]
     if steps < 1 or not samples:
         raise TrainError("the warm-up needs at least one step and one sequence with a token of weight above 0")
-    optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = learner.optimizer(ADAM)
     batches = _batches(samples, batch_tokens, order)
     losses: list[float] = []
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * decay(step, steps)
-        plan = micro_batches(next(batches), micro_batch_tokens, scorer.packs)
-        losses.append(_step(scorer, optimizer, plan))
+        plan = micro_batches(next(batches), micro_batch_tokens, learner.packs)
+        losses.append(_step(learner, optimizer, plan, learning_rate * decay(step, steps)))
         progress(step + 1, losses[-1])
     return losses[0], losses[-1]
 
@@ -85,20 +86,24 @@ def _batches(samples: list[Sample], batch_tokens: int, order: random.Random) -> 
             room -= len(sample.tokens)
 
 
-def _step(scorer: Scorer, optimizer: torch.optim.Optimizer, plan: list[list[Sample]]) -> float:
+def _step(learner: Learner, optimizer: Optimizer, plan: list[list[Sample]], learning_rate: float) -> float:
     total = sum(
         w for part in plan for sample in part for w, bit in zip(sample.advantages, sample.mask, strict=True) if bit
     )
-    loss_sum = 0.0
-    optimizer.zero_grad(set_to_none=True)
-    for part in plan:
-        micro = scorer.collate(part)
-        loss = -(micro.advantages_BT * scorer.score(micro, 1.0)[0]).sum() / total
-        loss.backward()
-        loss_sum += float(loss.detach())
-    norm = float(torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), GRAD_CLIP))
+    batches = [learner.collate(part) for part in learner.deal(plan)]
+    sums = {"loss": 0.0}
+
+    def loss(index: int, logprobs_BT: Tensor, _entropy_BT: Tensor) -> Tensor:
+        value = -(batches[index].advantages_BT * logprobs_BT).sum() / total
+        sums["loss"] += float(value.detach())
+        return value
+
+    optimizer.zero()
+    learner.accumulate(batches, 1.0, False, loss)
+    norm = optimizer.clip(GRAD_CLIP)
+    loss_sum = learner.total(sums)["loss"]
     if not (math.isfinite(loss_sum) and math.isfinite(norm)):
         raise TrainError(f"warm-up loss {loss_sum}, gradient norm {norm}; lower model.warmup_learning_rate")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(learning_rate)
+    optimizer.zero()
     return loss_sum

@@ -17,32 +17,14 @@ from rollart.data.trainers.embedded import EmbeddedTrainer
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, RewardError, RunFolderError, TrainError
 from rollart.sections import TrainConfig
-from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
+from rollart.types import Turn
+from tests.data.trainers.batches import BAD, GOOD, batch
 
 OPTIONS = TrainConfig(learning_rate=1e-2, lr_warmup_steps=0, micro_batch_tokens=64)
-GOOD, BAD = 5, 9
 
 
 def trainer(folder, **changes):
     return EmbeddedTrainer(str(folder), structs.replace(OPTIONS, **changes), temperature=1.0, seed=0)
-
-
-def member(made, group, index, action, reward):
-    prompt = [2, 3, 4 + group]
-    tokens = prompt + action
-    logprobs = made.logprobs(tokens)[len(prompt) - 1 :]
-    turns = [Turn(prompt, action, logprobs, [0] * len(action)), Turn([7] * (3 * index), [], [], [])]
-    return Trajectory(f"t{group}.{index}", f"g{group}", "task", 0, turns, reward=reward, stop_reason="done")
-
-
-def batch(made, step=1, groups=4, reward=1.0):
-    """Members that end with GOOD are rewarded, those that end with BAD are not; lengths differ."""
-    made_groups = []
-    for group in range(groups):
-        actions = [[8] * index + [GOOD if index % 2 else BAD] for index in range(4)]
-        members = [member(made, group, index, action, reward * (index % 2)) for index, action in enumerate(actions)]
-        made_groups.append(Group(GroupSpec(group, "task", 0), members))
-    return TrainBatch(step, 0, made_groups)
 
 
 def weights(made):

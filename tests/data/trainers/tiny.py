@@ -1,0 +1,35 @@
+"""Tiny random models in Hugging Face format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def save_model(folder: Path, kind: str) -> Path:
+    """A model (Qwen3 with tied embeddings), and files that stand for its tokenizer; the folder."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        if kind == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"stands": "for a tokenizer"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
