@@ -88,7 +88,7 @@ def test_more_engines_never_make_it_longer() -> None:
 turns_of = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 3000), st.integers(1, 300)), min_size=1, max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(turns_of, st.integers(0, 2**20))
 def test_no_assignment_of_turns_to_engines_is_faster(turns: list[Turn], seed: int) -> None:
     """Each token is decoded in as large a batch as slots and room allow, as no engine can do all the time."""
