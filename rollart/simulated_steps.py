@@ -1,7 +1,7 @@
 """What the steps of a simulated run came to: counters from a moment on, and the result made of them.
 
 Invariant: every figure is of the time since `begin`; tokens that engines generated were trained on, or are wasted, or
-belong to trajectories that live on. What this file leaves out: running the simulation (`simulator.py`) and showing its
+belong to trajectories that another step could have trained on (unfinished). What this file leaves out: running the simulation (`simulator.py`) and showing its
 result (`simulation.py`).
 """
 
@@ -96,8 +96,8 @@ class Steps:
         )
 
     def result(self, end: Counters, classes: Mapping[str, str], trainer: str, living: dict[str, str]) -> Simulation:
-        """All but the events. `end`: when all was closed, up to which tokens are counted; times, ages and losses are of
-        the measured steps. Device classes: of each engine, also of those that died; of the trainer; of each worker that
+        """All but the events. `end`: when all was closed, up to which generated tokens are counted; times, ages and
+        losses are of the measured steps, and what closing gave up after them is unfinished. Device classes: of each engine, also of those that died; of the trainer; of each worker that
         is left."""
         config, began, last, steps = self._config, self._began, self._last, len(self._step_times)
         seconds = sum(self._step_times)
@@ -132,7 +132,9 @@ class Steps:
             age_histogram=_counts(last.ages, began.ages),
             aborted=_counts(last.aborted, began.aborted),
             discarded=_counts(last.discarded, began.discarded),
-            wasted_tokens=_counts(end.wasted, began.wasted),
+            wasted_tokens=_counts(last.wasted, began.wasted),
+            unfinished_trajectories=_lost(end) - _lost(last),
+            unfinished_tokens=sum(end.wasted.values()) - sum(last.wasted.values()),
             generated_tokens=sum(each.generated_tokens for each in engines.values()),
             recomputed_tokens=sum(each.recomputed_tokens for each in engines.values()),
             cost_per_hour=cost,
@@ -145,6 +147,11 @@ class Steps:
             resources=living,
             events=[],
         )
+
+
+def _lost(counters: Counters) -> int:
+    """Trajectories that nobody trains on."""
+    return sum(counters.aborted.values()) + sum(counters.discarded.values())
 
 
 def cost_per_hour(config: Config) -> float:
