@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from msgspec import Struct
 
 from rollart import __version__
+from rollart.arguments import parsers
 from rollart.checks import nearest
 from rollart.cli import Parts, main
 from rollart.config import Config, parse
@@ -379,12 +381,29 @@ def test_check_and_tasks_do_not_load_torch(tmp_path: Path) -> None:
     assert not heavy_imports("from rollart.cli import main\nassert main(['tasks']) == 0") & {"torch", "transformers"}
 
 
-def test_the_help_teaches_by_examples() -> None:
-    for words in ((), ("--help",), ("train", "--help")):
+@pytest.mark.parametrize("name", [*parsers()[1]])
+def test_the_help_of_a_command_ends_with_its_own_examples_which_can_be_typed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"], FakeParts()) == 0
+    output = capsys.readouterr().out
+    _, _, after = output.partition("\nexamples:\n")
+    examples = [line.split("   ")[0].strip() for line in after.splitlines() if line.startswith("  rollart ")]
+    assert 2 <= len(examples) <= 3
+    assert examples[0].startswith(f"rollart {name}")
+    assert output.count("rollart ") - output.count(f"rollart {name}") <= 2
+    assert ("section.key=value" in after) == ("CONFIG.toml key=value" in output)
+    for example in examples:
+        _, *words = shlex.split(example)
+        parsers()[0].parse_args(words)
+
+
+def test_the_help_shows_an_example_of_every_command() -> None:
+    for words in ((), ("--help",)):
         done = rollart(*words)
         assert done.returncode == 0
-        assert "rollart train configs/default.toml" in done.stdout
-        assert "rollart train --resume runs/latest" in done.stdout
+        for name in parsers()[1]:
+            assert f"\n  rollart {name}" in done.stdout
 
 
 def test_the_version_is_the_packages() -> None:
