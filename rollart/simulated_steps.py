@@ -1,8 +1,8 @@
 """What the steps of a simulated run came to: counters from a moment on, and the result made of them.
 
 Invariant: every figure is of the time since `begin`; tokens that engines generated were trained on, or are wasted, or
-belong to trajectories that another step could have trained on (unfinished). What this file leaves out: running the simulation (`simulator.py`) and showing its
-result (`simulation.py`).
+belong to trajectories that another step could have trained on (unfinished). What this file leaves out: running the
+simulation (`simulator.py`) and showing its result (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Steps:
 
     def result(self, end: Counters, classes: Mapping[str, str], trainer: str, living: dict[str, str]) -> Simulation:
         """All but the events. `end`: when all was closed, up to which generated tokens are counted; times, ages and
-        losses are of the measured steps, and what closing gave up after them is unfinished. Device classes: of each engine, also of those that died; of the trainer; of each worker that
-        is left."""
+        losses are of the measured steps, and what closing gave up after them is unfinished. Device classes: of each
+        engine, also of those that died; of the trainer; of each worker that is left."""
         config, began, last, steps = self._config, self._began, self._last, len(self._step_times)
         seconds = sum(self._step_times)
         waits = {name: s - began.waits_s.get(name, 0.0) for name, s in last.waits_s.items()}
@@ -189,6 +189,7 @@ def _compact(trajectory: Trajectory) -> TrainedTrajectory:
         prompts=[len(turn.observation) for turn in turns],
         responses=[len(turn.action) for turn in turns],
         seconds=dict(trajectory.seconds),
+        step_s=sum(turn.step_s for turn in turns),
     )
 
 

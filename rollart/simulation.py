@@ -57,8 +57,8 @@ class Simulation(Struct, frozen=True, kw_only=True):
     utilisation: "ROLE CLASS", such as "actor_gen H20" -> share of the time that these devices worked; "reward CLASS":
     of the time that they were reserved for rewards, or, where these are elastic, paid for.
     age_histogram: age -> trained trajectories. aborted, discarded: trajectories by cause. wasted_tokens: generated for
-    nobody, by why the trajectory ended. unfinished_trajectories, unfinished_tokens: running, or whole and waiting in the
-    buffer, when the last step ended; a longer run would have trained on most of them, so they are not wasted.
+    nobody, by why the trajectory ended. unfinished_trajectories, unfinished_tokens: running, or whole and waiting in
+    the buffer, when the last step ended; a longer run would have trained on most of them, so they are not wasted.
     generated_tokens: by engines, trained on, wasted and unfinished ones. recomputed_tokens: prefilled again after an
     update or a lack of room; preemptions: requests that lost their KV to others.
     cost_per_hour: of all pools, in units of `pools.NAME.cost`; cost_per_million_tokens: of trained tokens.

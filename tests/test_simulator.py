@@ -169,6 +169,14 @@ def test_more_bandwidth_or_arithmetic_is_never_slower(schedule: str) -> None:
         assert result(*words, profile=paper(**better)).step_s <= usual * 1.01, better
 
 
+def test_stepping_together_or_apart_has_the_same_lower_bound() -> None:
+    words = ("rollout.zero_variance=keep", "tasks.webshop.max_turns=6")
+    together, apart = (result(f"schedule={name}", *words).bound for name in ("sync", "sync_plus"))
+    assert together is not None
+    assert apart is not None
+    assert together.parts["longest trajectory"] == pytest.approx(apart.parts["longest trajectory"], rel=1e-9)
+
+
 def test_environments_without_latency_make_lockstep_and_stepping_apart_equal() -> None:
     words = (*ONE_POOL, "roles.actor_gen.workers={H800=1}", "rollout.groups_per_batch=4")
     together = result("schedule=sync", *words, profile=all_like(STEADY))
