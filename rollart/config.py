@@ -229,6 +229,7 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Validate a parsed file. Raises ConfigError."""
+    _check_alpha_alone(data)
     check(Config, data)
     if not data.get("tasks"):
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
@@ -278,6 +279,20 @@ def _check_tasks(config: Config) -> None:
                 f"tasks.{toml.key(name)}.max_tokens: {task.max_tokens} is more than rollout.max_model_tokens "
                 f"{longest}; lower the first or raise the second"
             )
+
+
+def _check_alpha_alone(data: Mapping[str, Any]) -> None:
+    """What alpha may be depends on the schedule, so that the general words for a number say too little."""
+    alpha, plan = data.get("alpha", 1), SCHEDULES.get(str(data.get("schedule", "rollart")))
+    if plan is None or (type(alpha) in (int, float) and 0 <= alpha <= 1000):
+        return
+    shown = alpha if isinstance(alpha, int | float) and not isinstance(alpha, bool) else toml.value(alpha)
+    rule = (
+        f"schedule {plan.name!r} implies {plan.alpha:g}; leave alpha out"
+        if plan.alpha is not None
+        else "give a number above 0, at most 1000, such as 1 or 0.5"
+    )
+    raise ConfigError(f"alpha: {shown} is no bound on staleness, which is a number of versions; {rule}")
 
 
 def _check_alpha(config: Config) -> None:

@@ -257,7 +257,7 @@ class Observer:
                 reward=values.get(f"reward/{name}", task.reward),
                 success=values.get(f"success/{name}", task.success),
                 trajectories=task.trajectories + int(values.get(f"trajectories/{name}", 0)),
-                eval_first=first.success if first else None,
+                eval_first=first.success if first and first != last else None,
                 eval_last=last.success if last else None,
             )
 

@@ -207,6 +207,8 @@ def test_a_line_tells_the_same_in_short() -> None:
         "step 55/300 | 1m17s | 4m25s left | maze reward 0.500 success 25% (eval 0% -> 100%) | 12,346 tokens/s | "
         "loss 0.01234 | age 0: 800, 1: 200 | trainer idle 40%: generate"
     )
+    once = {"maze": TaskStatus(reward=0.5, success=0.25, eval_last=0.06)}
+    assert "success 25% (eval 6%) |" in line(status(tasks=once))
     assert line(Status(step=0, steps=5, phase="warm-up")) == "warm-up | step 0/5 | 0s | 0 tokens/s"
 
 

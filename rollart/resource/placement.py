@@ -289,12 +289,13 @@ def _classes(config: Config, specs: Sequence[PoolSpec], role: str) -> list[str]:
 def _bindable(pools: Pools, wanted: Wanted) -> None:
     key = f"roles.{wanted.role}"
     try:
-        pools.bind(f"plan/{wanted.worker}", wanted.role, wanted.device_class, wanted.num_devices)
+        pools.bind(f"this config/{wanted.worker}", wanted.role, wanted.device_class, wanted.num_devices)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except ResourceError as error:
         raise ConfigError(
-            f"{key}: {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or share"
+            f"{key}: worker {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or "
+            "share"
         ) from error
 
 

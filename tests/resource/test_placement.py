@@ -45,7 +45,9 @@ def test_roles_find_their_default_classes_among_what_a_cluster_has() -> None:
 def test_a_lone_accelerator_is_shared_by_engine_and_trainer() -> None:
     placement = placed(nodes=[NodeInfo("localhost", {"CPU": 8, "H200": 1}, ("H200",))])
     assert [pool.share for pool in placement.pools if pool.name == "H200"] == [2]
-    with pytest.raises(ConfigError, match=r"roles\.actor_gen: inference-1: no node has 1 device of class 'H200' free"):
+    with pytest.raises(
+        ConfigError, match=r"roles\.actor_gen: worker inference-1: no node has 1 device of class 'H200' free"
+    ):
         placed("roles.actor_gen.workers = 2", nodes=[NodeInfo("localhost", {"CPU": 8, "H200": 1}, ("H200",))])
 
 
