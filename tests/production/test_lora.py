@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import safetensors.torch
 import torch
@@ -18,6 +16,7 @@ from tests.data.trainers.batches import BAD, GOOD, batch
 from tests.data.trainers.rank_group import RankGroup
 from tests.data.trainers.tiny import save_model
 from tests.e2e.laboratory import Laboratory, check_audit
+from tests.production.mooncake_processes import have_mooncake
 
 LORA = LoraConfig(r=4, alpha=8.0, targets=["q_proj", "v_proj", "o_proj", "down_proj"])
 OPTIONS = TrainConfig(
@@ -110,7 +109,7 @@ def test_two_ranks_train_the_adapter_of_one_process_and_one_rank_goes_on(folder,
 
 
 RANKS = ("runtime=local", "trainer=fsdp2")
-MOONCAKE = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed: make test-production")
+MOONCAKE = pytest.mark.skipif(not have_mooncake(), reason="no Mooncake here: make test-production")
 
 
 @pytest.mark.parametrize(
@@ -119,11 +118,7 @@ MOONCAKE = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is
         ((), ()),
         (("weights.delta=2",), ("weights.delta=0",)),
         ((*RANKS, "roles.actor_train.workers=2"), (*RANKS, "roles.actor_train.workers=1")),
-        pytest.param(
-            (*RANKS, "roles.actor_train.workers=1", "weights.store=mooncake"),
-            (*RANKS, "roles.actor_train.workers=2", "weights.store=mooncake", "weights.delta=2"),
-            marks=MOONCAKE,
-        ),
+        pytest.param(("weights.store=mooncake",), ("weights.store=mooncake", "weights.delta=2"), marks=MOONCAKE),
         (("roles.prefill={}",), ()),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.laboratory import SMALL, Laboratory, batches, check_audit, lines, summary
+from tests.production.mooncake_processes import have_mooncake
 
 pytestmark = pytest.mark.e2e
 
@@ -74,10 +75,10 @@ checkpoint_every = 0
 tensorboard = false
 """
 """Every back end that is not the default, in one run."""
-MISSING = [name for name in ("ray", "mooncake") if importlib.util.find_spec(name) is None]
+HAVE_ALL = importlib.util.find_spec("ray") is not None and have_mooncake()
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; make test-production has them")
+@pytest.mark.skipif(not HAVE_ALL, reason="no Ray or no Mooncake here: make test-production")
 def test_frozenlake_on_ray_with_vllm_two_ranks_and_a_mooncake_store(lab: Laboratory) -> None:
     process = lab.start(text=ALL_APART)
     assert process.wait(PATIENCE_S) == 0, process.text()
