@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-pytest.importorskip("mooncake", reason="mooncake is not installed; run them with: make test-production")
+pytest.importorskip("mooncake.store", reason="no Mooncake here: make test-production", exc_type=ImportError)
 
 from rollart.config import parse
 from rollart.data.stores.fallback import FallbackStore
