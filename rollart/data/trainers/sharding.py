@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from rollart.data.trainers.attention import ATTENTION
-from rollart.data.trainers.blocks import layers_of, recompute_layers
+from rollart.data.trainers.blocks import layers_of, recompute
 from rollart.data.trainers.lora import add_adapter
 from rollart.data.trainers.ranks import Ranks
 from rollart.data.trainers.scoring import Scorer, Traits, load_model
@@ -78,7 +78,7 @@ def shard(folder: str, options: TrainConfig, ranks: Ranks, mesh: DeviceMesh, see
         if options.tensor_parallel > 1:
             _split_by_plan(model, mesh["tensor"])
         if options.activation_checkpointing:
-            recompute_layers(model)
+            recompute(layers_of(model))
         scorer = Scorer(model, traits=traits)
         scoring = _fully_sharded(Scoring(scorer), mesh["data"], options.precision)
         scoring.to_empty(device=ranks.device)

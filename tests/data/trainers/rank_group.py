@@ -24,6 +24,9 @@ class RankHost:
     def __init__(self) -> None:
         self.rank: TrainRank | None = None
 
+    def get_ready(self) -> None:
+        """Called once, in the thread that does the work."""
+
     async def prepare(self, trainer: str, folder: str, options: dict[str, Any], weights: str) -> None:
         """Leave the group of before, if any, and be a rank of another."""
         if self.rank is not None:
@@ -38,9 +41,10 @@ class RankHost:
 
 
 class RankGroup:
-    """Some processes, and the loop that talks to them. `weights`: where trainers publish."""
+    """Some processes, and the loop that talks to them. `weights`: where trainers publish; `target`: what they host."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: str = TARGET) -> None:
+        self._target = target
         self.weights = folder / "weights"
         self._runner = asyncio.Runner()
         self._runtime = LocalRuntime(folder / "logs")
@@ -61,8 +65,10 @@ class RankGroup:
     async def _grow(self, number: int) -> None:
         self.workers = [worker for worker in self.workers if worker.process.returncode is None]
         missing = range(len(self.workers), number)
-        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", TARGET, {}) for _ in missing]
-        self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]
+        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", self._target, {}) for _ in missing]
+        made = await asyncio.gather(*spawned)
+        await asyncio.gather(*(worker.call("get_ready") for worker in made))
+        self.workers += made  # type: ignore[arg-type]
 
     async def _form(self, ranks: Sequence[ProcessWorker], name: str, folder: str, options: dict[str, Any]) -> None:
         for rank in ranks:
