@@ -13,6 +13,7 @@ heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,6 +226,31 @@ class MegatronAdam:
             use_distributed_optimizer=True,
         )
         self.inner = get_megatron_optimizer(config, [chunk])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has moved anything yet."""
+        return any(len(each.optimizer.state) for each in self.inner.chained_optimizers)
+
+    def save(self, folder: Path) -> None:
+        """Of each group of ranks that hold the same, one writes; all ranks at once."""
+        if not self.has_state:
+            return
+        self.inner.save_parameter_state(str(folder / f"parameters-{self._name}-{dist.get_rank(Place().experts)}.pt"))
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            torch.save(self.inner.state_dict(), folder / f"settings-{self._name}.pt")
+
+    def load(self, folder: Path) -> None:
+        """Read what ranks of the same layout wrote, however many of them shared the data; all ranks at once."""
+        if not (settings := folder / f"settings-{self._name}.pt").is_file():
+            return
+        self.inner.load_state_dict(torch.load(settings, weights_only=True))
+        self.inner.load_parameter_state(str(folder / f"parameters-{self._name}-{dist.get_rank(Place().experts)}.pt"))
+
+    @property
+    def _name(self) -> str:
+        place = Place()
+        return f"{dist.get_rank(place.tensor)}-{dist.get_rank(place.pipeline)}"
 
     def zero(self) -> None:
         """Forget the gradients."""

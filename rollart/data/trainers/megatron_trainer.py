@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollart.config import Layout
+from rollart.data.trainers import shards
+from rollart.data.trainers.checkpoint import SHARDS, check_reference, read_state
 from rollart.data.trainers.context import gathered_positions, places_of
 from rollart.data.trainers.learner import Adam, Loss
 from rollart.data.trainers.megatron import MegatronAdam, Stage, meet
@@ -29,12 +33,13 @@ from rollart.data.trainers.policy import PolicyTrainer
 from rollart.data.trainers.ranks import Ranks
 from rollart.data.trainers.scoring import load_model
 from rollart.data.trainers.vocabulary import from_split_logits
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, RunFolderError
 from rollart.learn.batching import MicroBatch, Sample, collate, deal
 from rollart.sections import TrainConfig
 from rollart.types import ParameterInfo
 
 EMBEDDINGS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+LAYOUT, REFERENCE = "layout.json", "reference"
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -63,7 +68,7 @@ class MegatronLearner:
         self.stage = Stage(settings, head, ranks.device, options.activation_checkpointing, trained=source is None)
         self.place = self.stage.place
         if source is None:
-            self._read()
+            self.read(folder)
         else:
             self._copy(source)
         self.stage.complete()
@@ -156,9 +161,9 @@ class MegatronLearner:
                     yield name, tensor.cpu()
 
     @torch.no_grad()
-    def _read(self) -> None:
-        """The first rank reads the files and tells all others, tensor by tensor; each keeps its own part."""
-        source = dict(load_model(self._folder, "cpu").named_parameters()) if self._ranks.is_first else {}
+    def read(self, folder: str) -> None:
+        """The first rank reads a model's files and tells all others, tensor by tensor; each keeps its own part."""
+        source = dict(load_model(folder, "cpu").named_parameters()) if self._ranks.is_first else {}
         weights = self.stage.weights()
         for part in parts(self.shape):
             whole = [self._told(name, source) for name in part.sources]
@@ -241,9 +246,250 @@ class MegatronTrainer(PolicyTrainer[MegatronLearner]):
     Raises ConfigError for a model that Megatron cannot hold, or ranks that it cannot be laid out over.
     """
 
+    _optimizer: MegatronAdam
+    _reference: MegatronLearner | None
+
     def __init__(self, model_folder: str, options: TrainConfig, temperature: float, seed: int, ranks: Ranks) -> None:
         sizes = options.megatron
-        layout = Layout(
+        self._layout = layout = Layout(
+            ranks.size,
+            options.tensor_parallel,
+            sizes.pipeline_parallel,
+            sizes.context_parallel,
+            sizes.expert_parallel,
+        )
+        meet(layout, ranks.timeout_s)
+        self._model_folder, self._ranks = model_folder, ranks
+        super().__init__(MegatronLearner(model_folder, options, layout, ranks), options, temperature, seed)
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Names, whole shapes and dtypes (`float32`) of what `tensors` yields."""
+        return [ParameterInfo(name, tuple(shape), "float32") for name, shape in self._learner.shapes.items()]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The current weights on the first rank's CPU, one at a time; the other ranks work along, and get nothing."""
+        return self._learner.tensors()
+
+    # --------------------------------------------------------------------------------------------------- save and load
+    def save(self, folder: str) -> None:
+        """Write a checkpoint into an empty or new folder that all ranks see. Raises RunFolderError on all of them."""
+        config = AutoConfig.from_pretrained(self._model_folder, local_files_only=True)
+        models = {"": (config, self.tensors())}
+        if self._reference is not None:
+            models[REFERENCE] = config, self._reference.tensors()
+
+        def rest(place: Path) -> None:
+            self._optimizer.save(place)
+            if self._ranks.is_first:
+                (place / LAYOUT).write_bytes(msgspec.json.encode(self._layout))
+
+        shards.write(folder, models, self._model_folder, rest, self._state(), self._ranks)
+
+    def load(self, folder: str) -> None:
+        """Go on from a checkpoint of the same layout, but for the ranks that share the data. Raises RunFolderError."""
+        what = f"checkpoint {folder} cannot be read, or is of another model than {self._model_folder}"
+        wanted, path = bool(self._options.kl_coef), Path(folder)
+        with self._ranks.together(RunFolderError, what):
+            state = read_state(folder)
+            self._check_layout(path / SHARDS / LAYOUT)
+            check_reference(folder, state, wanted, (path / REFERENCE).is_dir())
+        self._learner.read(folder)
+        self._optimizer = self._new_optimizer()
+        with self._ranks.together(RunFolderError, what):
+            self._optimizer.load(path / SHARDS)
+        self._reference = None
+        if wanted and (path / REFERENCE).is_dir():
+            self._reference = self._learner.frozen()
+            self._reference.read(str(path / REFERENCE))
+        self._set_state(state)
+
+    def _check_layout(self, file: Path) -> None:
+        if not file.is_file():
+            raise RunFolderError("it is not one of trainer 'megatron'; start anew from it as a model")
+        saved = msgspec.json.decode(file.read_bytes(), type=Layout)
+        if msgspec.structs.replace(saved, ranks=self._layout.ranks, context=self._layout.context) != self._layout:
+            raise RunFolderError(f"its ranks were {saved}, now they are {self._layout}; only data and context may differ")
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+    def deal(self, batches: Sequence[list[Sample]]) -> list[list[Sample]]:
+        """Every data-parallel rank's share; the ranks that hold a model together have the same."""
+        return deal(batches, self.place.data_size)[self.place.data_rank]
+
+    def collate(self, samples: Sequence[Sample]) -> MicroBatch:
+        """A micro-batch of plain rows."""
+        return collate(samples, self._ranks.device)
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """logprobs_BT of each micro-batch; 0 outside the mask. The last stage tells the others."""
+
+        def take(number: int, logits_BCV: Tensor) -> tuple[Tensor, Any]:
+            logprobs_BT, _ = self._score(batches[number], logits_BCV, temperature, False)
+            return logprobs_BT, logprobs_BT
+
+        found = self.stage.run([self._own(each.tokens_BT) for each in batches], take, backward=False)
+        scored = found or [torch.empty(each.mask_BT.shape, device=self._ranks.device) for each in batches]
+        for logprobs_BT in scored if self._layout.pipeline > 1 else ():
+            dist.broadcast(logprobs_BT, self.place.last, group=self.place.pipeline)
+        return scored
+
+    def accumulate(self, batches: Sequence[MicroBatch], temperature: float, entropy_gradient: bool, loss: Loss) -> None:
+        """Forward and backward passes of all micro-batches, as the pipeline schedules them."""
+
+        def take(number: int, logits_BCV: Tensor) -> tuple[Tensor, Any]:
+            return loss(number, *self._score(batches[number], logits_BCV, temperature, entropy_gradient)), None
+
+        self.stage.run([self._own(each.tokens_BT) for each in batches], take, backward=True)
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the data-parallel ranks, each spoken for by one of those that compute the same."""
+        return self._ranks.total(values, counts=self.place.speaks)
+
+    def optimizer(self, settings: Adam) -> MegatronAdam:
+        """Megatron's own, in shards."""
+        return self.stage.optimizer(settings)
+
+    def frozen(self) -> MegatronLearner:
+        """Another model with the weights of this moment."""
+        return MegatronLearner(self._folder, self._options, self._layout, self._ranks, source=self)
+
+    def _own(self, each_BT: Tensor) -> Tensor:
+        """This rank's positions, of rows that are filled up so that every rank gets as many."""
+        step = self._layout.tensor * (2 * self._layout.context if self._layout.context > 1 else 1)
+        length = math.ceil(each_BT.shape[1] / step) * step
+        filled_BT = functional.pad(each_BT, (0, length - each_BT.shape[1]))
+        if self._layout.context == 1:
+            return filled_BT
+        places_C = places_of(length, dist.get_rank(self.place.context), self._layout.context)
+        return filled_BT[:, places_C.to(each_BT.device)]
+
+    def _score(
+        self, micro: MicroBatch, logits_BCV: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs_BT, entropy_BT) of the targets; 0 outside the mask."""
+        mask_BC, targets_BC = self._own(micro.mask_BT), self._own(micro.targets_BT)
+        scored = from_split_logits(
+            logits_BCV[mask_BC],
+            targets_BC[mask_BC],
+            temperature,
+            entropy_gradient,
+            self.place.tensor,
+            self.shape.vocabulary,
+        )
+        zeros_BC = torch.zeros(mask_BC.shape, dtype=torch.float32, device=logits_BCV.device)
+        logprobs_BT, entropy_BT = (self._whole(zeros_BC.masked_scatter(mask_BC, each_N), micro) for each_N in scored)
+        return logprobs_BT, entropy_BT
+
+    def _whole(self, each_BC: Tensor, micro: MicroBatch) -> Tensor:
+        each_BT = gathered_positions(each_BC.T, self.place.context, added=False).T
+        return each_BT[:, : micro.mask_BT.shape[1]]
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """transformers' weights in float32, on the first rank, one at a time; the other ranks work along."""
+        weights = self.stage.weights()
+        for part in parts(self.shape):
+            stage = self._stage_of(part)
+            here = stage == dist.get_rank(self.place.pipeline)
+            whole = restored(part, self._gather(part, weights), self.shape) if here else []
+            for index, name in enumerate(part.sources):
+                tensor = self._to_first(name, whole[index] if here else None, stage)
+                if tensor is not None:
+                    yield name, tensor.cpu()
+
+    @torch.no_grad()
+    def read(self, folder: str) -> None:
+        """The first rank reads a model's files and tells all others, tensor by tensor; each keeps its own part."""
+        source = dict(load_model(folder, "cpu").named_parameters()) if self._ranks.is_first else {}
+        weights = self.stage.weights()
+        for part in parts(self.shape):
+            whole = [self._told(name, source) for name in part.sources]
+            for name in self._names(part):
+                self._fill(part, name, whole, weights)
+
+    def _told(self, name: str, source: Mapping[str, Tensor]) -> Tensor:
+        tensor = source[name].detach().to(self._ranks.device) if self._ranks.is_first else self._empty(name)
+        self._ranks.broadcast(tensor)
+        return tensor
+
+    def _fill(self, part: Part, name: str, whole: list[Tensor], weights: Mapping[str, torch.nn.Parameter]) -> None:
+        if part.join == "experts":
+            group = self.place.experts
+            own = cut(part, whole, self.shape, dist.get_rank(group), dist.get_world_size(group))
+            for number, expert in enumerate(own):
+                weights[name.format(number)].copy_(expert)
+            return
+        group = self.place.tensor
+        weights[name].copy_(cut(part, whole, self.shape, dist.get_rank(group), dist.get_world_size(group)))
+        if part.split is not None:
+            self.stage.mark_split(weights[name], part.split)
+
+    @torch.no_grad()
+    def _copy(self, source: MegatronLearner) -> None:
+        theirs = source.stage.weights()
+        for name, weight in self.stage.weights().items():
+            weight.copy_(theirs[name])
+
+    def _stage_of(self, part: Part) -> int:
+        if part.layer is not None:
+            return part.layer // (self.shape.layers // self._layout.pipeline)
+        return 0 if part.name == EMBEDDINGS else self._layout.pipeline - 1
+
+    def _names(self, part: Part) -> list[str]:
+        """What a part is called on this rank; nothing where it belongs to another stage. Tied embeddings are on two."""
+        stage = dist.get_rank(self.place.pipeline)
+        if part.name == EMBEDDINGS and self.shape.tied and self.place.is_last and not self.place.is_first:
+            return [HEAD]
+        if self._stage_of(part) != stage:
+            return []
+        layer = "" if part.layer is None else f"decoder.layers.{part.layer - self.stage.first_layer}."
+        return [layer + part.name]
+
+    def _gather(self, part: Part, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """What all ranks that share a part hold of it, by now on each of them."""
+        (name,) = self._names(part)
+        group, own = self.place.tensor, weights.get(name)
+        if own is None:
+            group = self.place.experts
+            number = self.shape.experts // self._layout.expert
+            own = torch.stack([weights[name.format(each)] for each in range(number)])
+        elif part.split is None:
+            return [own.detach()]
+        held = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(held, own.detach().contiguous(), group=group)
+        return held
+
+    def _to_first(self, name: str, tensor: Tensor | None, stage: int) -> Tensor | None:
+        """In float32, from the rank that speaks for a stage to the first of all, which has it then."""
+        speaker = stage * (self._ranks.size // self._layout.pipeline)
+        if self._ranks.is_first:
+            if tensor is None:
+                tensor = self._empty(name)
+                dist.recv(tensor, speaker)
+            return tensor.float()
+        if self._ranks.rank == speaker:
+            assert tensor is not None
+            dist.send(tensor.float().contiguous(), 0)
+        return None
+
+    def _empty(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], device=self._ranks.device)
+
+
+class MegatronTrainer(PolicyTrainer[MegatronLearner]):
+    """Implements `protocols.Trainer` on one of `ranks`.
+
+    `model_folder`: Hugging Face format. `temperature`: that of sampling. `seed`: order of the warm-up.
+    Raises ConfigError for a model that Megatron cannot hold, or ranks that it cannot be laid out over.
+    """
+
+    _optimizer: MegatronAdam
+    _reference: MegatronLearner | None
+
+    def __init__(self, model_folder: str, options: TrainConfig, temperature: float, seed: int, ranks: Ranks) -> None:
+        sizes = options.megatron
+        self._layout = layout = Layout(
             ranks.size,
             options.tensor_parallel,
             sizes.pipeline_parallel,
