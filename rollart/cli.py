@@ -53,15 +53,20 @@ class Parts:
         return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config, with rewards that can be called and a trainer that is there. Raises ConfigError."""
+        """The tasks of a config, with rewards that can be called and a trainer that is there and holds the model.
+
+        Raises ConfigError.
+        """
         from rollart.data.serverless.registry import check_urls
         from rollart.data.trainers import check_installed
+        from rollart.data.trainers.fit import check_fits
         from rollart.exporter import parse
         from rollart.tasks import registry
 
         found = registry.specs(config)
         check_urls(config)
         check_installed(config)
+        check_fits(config)
         if config.log.prometheus:
             parse(config.log.prometheus)
         return found

@@ -158,7 +158,6 @@ class InferenceWorker:
                 self._fetching = None
             raise
 
-
     async def _fetch(self, version: int) -> list[tuple[str, Any]]:
         """Beside the engine's steps; between two of them what is read sooner than a thread gets its turn."""
         if self._store.num_bytes(version) <= SMALL_BYTES:

@@ -18,7 +18,7 @@ from rollart.sections import MegatronConfig, TrainConfig
 from tests.data.trainers.batches import batch
 from tests.data.trainers.rank_group import RankGroup
 from tests.data.trainers.tiny import save_model
-from tests.production.megatron_host import TARGET
+from tests.production.cpu_for_gpu import TARGET
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: make test-production"),

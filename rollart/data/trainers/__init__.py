@@ -27,7 +27,7 @@ def _fsdp2() -> TrainerFactory:
 
 def _megatron() -> TrainerFactory:
     _check_there("trainer: 'megatron'", "megatron.core", "megatron")
-    from rollart.data.trainers.megatron_trainer import MegatronTrainer
+    from rollart.data.trainers.megatron.trainer import MegatronTrainer
 
     return MegatronTrainer
 

@@ -10,7 +10,6 @@ Shape suffixes: B rows of a micro-batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,9 +131,8 @@ class FsdpTrainer(PolicyTrainer[ShardedLearner]):
     # --------------------------------------------------------------------------------------------------- save and load
     def save(self, folder: str) -> None:
         """Write a checkpoint into an empty or new folder that all ranks see. Raises RunFolderError on all of them."""
-        held, models = self._held(), {"": (self._learner.sharded.model.config, self._complete())}
-        rest = partial(shards.write_held, held=held)
-        shards.write(folder, models, self._model_folder, rest, self._state(), self._ranks)
+        config, held = self._learner.sharded.model.config, self._held()
+        shards.write(folder, config, self._model_folder, self._complete(), held, self._state(), self._ranks)
 
     def load(self, folder: str) -> None:
         """Go on from a checkpoint of any number of ranks. Raises RunFolderError on all of them."""

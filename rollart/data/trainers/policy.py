@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from rollart.data.trainers.checkpoint import TrainerState
-from rollart.data.trainers.learner import Adam, Learner, Optimizer
+from rollart.data.trainers.learner import Adam, Learner
 from rollart.data.trainers.supervised import warm_up
 from rollart.errors import TrainError, boundary
 from rollart.learn.batching import (
@@ -67,7 +67,7 @@ class PolicyTrainer(Generic[L]):
         self._options = options
         self._temperature = temperature
         self._random = random.Random(seed)
-        self._optimizer = self._new_optimizer()
+        self._optimizer = learner.optimizer(self._adam())
         self._reference: Learner | None = None
         self._steps = 0
         self._nonfinite_in_a_row = 0
@@ -117,12 +117,11 @@ class PolicyTrainer(Generic[L]):
         self._reference = None
         budget = self._options.micro_batch_tokens
         losses = warm_up(self._learner, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
-        self._optimizer = self._new_optimizer()  # one may keep weights of its own, which are those of before
+        self._optimizer = self._learner.optimizer(self._adam())  # one may keep weights, which are those of before
         return losses
 
-    def _new_optimizer(self) -> Optimizer:
-        options = self._options
-        return self._learner.optimizer(Adam(options.beta1, options.beta2, options.weight_decay))
+    def _adam(self) -> Adam:
+        return Adam(self._options.beta1, self._options.beta2, self._options.weight_decay)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """As `Engine.logprobs`, at temperature 1; length len(tokens) - 1. Raises TrainError."""

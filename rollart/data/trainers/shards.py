@@ -3,7 +3,7 @@
     shards/                            weights, optimizer, random state, reference (torch.distributed.checkpoint)
     config.json, model*.safetensors    the model in Hugging Face format, written by the first rank as it is gathered
 
-Other trainers write their own shards. Invariants: all ranks see the folder; a fault of one rank is raised by all of them, so that a run without room for a
+Invariants: all ranks see the folder; a fault of one rank is raised by all of them, so that a run without room for a
 checkpoint goes on. torch keeps the list of shards as a pickle: load only folders that you trust.
 What this file leaves out: the counters and when a checkpoint is complete (`checkpoint.py`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +37,30 @@ FILE_BYTES = 4 << 30
 
 def write(
     folder: str,
-    models: Mapping[str, tuple[Any, Iterator[tuple[str, Tensor]]]],
+    config: Any,
     model_folder: str,
-    rest: Callable[[Path], None],
+    weights: Iterator[tuple[str, Tensor]],
+    held: Mapping[str, Tensor],
     state: TrainerState,
     ranks: Ranks,
 ) -> None:
     """Write everything into an empty or new folder. Raises RunFolderError on all ranks.
 
-    `models`: folder in it, "" for itself, -> config and weights, which come tensor by tensor on the first rank, while
-    the others gather along. `rest`: writes what each rank holds besides, into the folder of shards.
+    `config`: the model's. `weights`: all of them, tensor by tensor, on the first rank; the others gather along.
+    `held`: what this rank writes.
     """
     path, what = Path(folder), f"saving a checkpoint in {folder}"
     with ranks.together(RunFolderError, what):
         if ranks.is_first:
             checkpoint.begin(path)
-            (path / SHARDS).mkdir()
-    for place, (config, weights) in models.items():
-        with ranks.together(RunFolderError, what):
-            try:
-                if ranks.is_first:
-                    write_model(path / place, config, weights)
-            finally:
-                deque(weights, maxlen=0)
     with ranks.together(RunFolderError, what):
-        rest(path / SHARDS)
+        try:
+            if ranks.is_first:
+                write_model(path, config, weights)
+        finally:
+            deque(weights, maxlen=0)
+    with ranks.together(RunFolderError, what), _known():
+        state_dict_saver.save({**held, RANDOM: torch.get_rng_state()}, checkpoint_id=path / SHARDS)
     with ranks.together(RunFolderError, what):
         if ranks.is_first:
             checkpoint.copy_companions(Path(model_folder), path)
@@ -70,7 +69,6 @@ def write(
 
 def write_model(folder: Path, config: Any, weights: Iterator[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
     """Config and weights in Hugging Face format, in files of at most `file_bytes`, one in memory at a time."""
-    folder.mkdir(exist_ok=True)
     config.save_pretrained(folder)
     files: list[Path] = []
     places: dict[str, int] = {}
@@ -88,12 +86,6 @@ def write_model(folder: Path, config: Any, weights: Iterator[tuple[str, Tensor]]
         file.rename(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": {name: names[place] for name, place in places.items()}}
     (folder / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
-
-
-def write_held(folder: Path, held: Mapping[str, Tensor]) -> None:
-    """This rank's share of tensors that are in shards, and the random state; all ranks at once."""
-    with _known():
-        state_dict_saver.save({**held, RANDOM: torch.get_rng_state()}, checkpoint_id=folder)
 
 
 class Saved:
@@ -122,6 +114,15 @@ class Saved:
         with _known():
             state_dict_loader.load({**held, RANDOM: random}, storage_reader=self._reader)
         torch.set_rng_state(random)
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """One whole tensor, in float32; every rank for itself. Raises RunFolderError."""
+        if name not in self.names:
+            raise RunFolderError(f"it has no {name}")
+        held = {name: torch.empty(tuple(shape), dtype=torch.float32)}
+        with _known():
+            state_dict_loader.load(held, storage_reader=self._reader, no_dist=True)
+        return held[name]
 
 
 @contextlib.contextmanager

@@ -24,9 +24,6 @@ class RankHost:
     def __init__(self) -> None:
         self.rank: TrainRank | None = None
 
-    def get_ready(self) -> None:
-        """Called once, in the thread that does the work."""
-
     async def prepare(self, trainer: str, folder: str, options: dict[str, Any], weights: str) -> None:
         """Leave the group of before, if any, and be a rank of another."""
         if self.rank is not None:
@@ -66,9 +63,7 @@ class RankGroup:
         self.workers = [worker for worker in self.workers if worker.process.returncode is None]
         missing = range(len(self.workers), number)
         spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", self._target, {}) for _ in missing]
-        made = await asyncio.gather(*spawned)
-        await asyncio.gather(*(worker.call("get_ready") for worker in made))
-        self.workers += made  # type: ignore[arg-type]
+        self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]
 
     async def _form(self, ranks: Sequence[ProcessWorker], name: str, folder: str, options: dict[str, Any]) -> None:
         for rank in ranks:
