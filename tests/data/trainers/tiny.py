@@ -8,6 +8,10 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -29,11 +33,18 @@ SHAPE = {
 
 
 def save_model(folder: Path, kind: str) -> Path:
-    """A model (`llama`, `qwen3` with tied embeddings, `qwen3_moe`) and what stands for its tokenizer; the folder."""
+    """A model (`qwen3` with tied embeddings, `llama`, `mistral`, `qwen2`, `qwen3_moe`) and what stands for a tokenizer.
+
+    The folder.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(7)
         if kind == "llama":
             model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        elif kind == "mistral":
+            model = MistralForCausalLM(MistralConfig(**SHAPE, tie_word_embeddings=False))
+        elif kind == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False))
         elif kind == "qwen3_moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False))

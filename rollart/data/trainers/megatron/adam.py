@@ -28,13 +28,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronAdam:
-    """Implements `learner.Optimizer`; vectors (norms, biases) are not decayed, which is Megatron's own rule.
+    """Implements `learner.Optimizer`; vectors (norms, biases) are not decayed.
 
     `chunk`: the model that it was made for, as `Stage.complete` wrapped it.
     """
 
     def __init__(self, chunk: Any, settings: Adam, bf16: bool, place: Place) -> None:
-        self._chunk, self._place = chunk, place
+        self._chunk, self._place, self._decay = chunk, place, settings.weight_decay
         config = OptimizerConfig(
             lr=0.0,
             weight_decay=settings.weight_decay,
@@ -63,8 +63,8 @@ class MegatronAdam:
 
     def step(self, learning_rate: float) -> None:
         """Move the weights."""
-        for group in self._inner.param_groups:
-            group["lr"] = learning_rate
+        for group in self._inner.param_groups:  # as Megatron's schedulers would
+            group["lr"], group["weight_decay"] = learning_rate, self._decay * group["wd_mult"]
         self._inner.step_with_ready_grads()
         self.steps += 1
 
