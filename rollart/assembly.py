@@ -31,6 +31,7 @@ def llm_proxy(
         version=version,
         affinity=Affinity(workers.placement.affinity, config.affinity_mode, config.rollout.engine_slots),
         say=say,
+        update_timeout_s=config.weights.update_timeout_s,
     )
     return workers.proxy
 
@@ -38,7 +39,9 @@ def llm_proxy(
 def services(
     config: Config, workers: Workers, proxy: LLMProxy, renderer: Renderer, background: Background, ledger: Ledger
 ) -> Services:
-    """What all trajectories share."""
+    """What all trajectories share; `ledger` hears from now on how many engines there are."""
+    proxy.on_workers = ledger.clock.engines
+    proxy.on_workers(proxy.num_workers)
     return Services(
         env=workers.environment,
         proxy=proxy,

@@ -53,7 +53,7 @@ from rollart.control.staleness import Staleness
 from rollart.data.simulated.device import Pace
 from rollart.data.simulated.model_shape import ModelShape
 from rollart.data.simulated.profile import Profile
-from rollart.data.simulated.runtime import figures, nodes_of
+from rollart.data.simulated.runtime import figures, nodes_of, train_seconds
 from rollart.resource.placement import Wanted, place
 
 ROWS = ("arithmetic", "reads at full slots", "reads at full KV")
@@ -144,14 +144,10 @@ def lower_bound(config: Config, profile: Profile, model: ModelShape, batches: Ba
         slots = min(config.rollout.engine_slots, efficiency.slots_max)
         engines[each.device_class] = Engines(known.number + 1 if known else 1, speed, slots)
     trainers = placed.of_role("actor_train")
-    trainer, num_devices = pace(trainers[0], 1), sum(each.num_devices for each in trainers)
+    seconds, num_devices = train_seconds(profile, trainers[0].device_class, model), sum(e.num_devices for e in trainers)
     lengths = [[sum(each.prompts) + sum(each.responses) for each in batch] for batch in batches]
-    per_token_s = profile.train_s_per_token
     generated = [sum(sum(each.responses) for each in batch) for batch in batches]
-    train_s = [
-        per_token_s * number if per_token_s else trainer.train_seconds(each, num_devices)
-        for each, number in zip(lengths, generated, strict=True)
-    ]
+    train_s = [seconds(each, number, num_devices) for each, number in zip(lengths, generated, strict=True)]
     staleness = Staleness.of(config.effective_alpha, config.rollout.groups_per_batch)
     return bound_of(batches, train_s, engines, staleness, config.rollout.group_size, config.plan.lockstep)
 

@@ -86,9 +86,9 @@ class Parts:
 
     def pools(self, config: Config, repair: str) -> list[PoolRow]:
         """The pools of a config as they are now, other runs' bindings included. Raises RollartError."""
-        from rollart import workers
+        from rollart import pool_view
 
-        return workers.view(config, repair)
+        return pool_view.view(config, repair)
 
     def simulate(self, config: Config, trace: Path | None, json: Path | None) -> str:
         """Run a config on a modelled cluster; what came out, as text. Raises RollartError."""

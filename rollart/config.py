@@ -41,13 +41,24 @@ from rollart.sections import (
     WeightsConfig,
 )
 
-ROLES = ("actor_train", "actor_gen", "environment", "reward", "rollout")
+ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
 GROUPS = ("fsdp2", "megatron")
 """Trainers that are several ranks."""
 COARSE = 0.02
 """Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much."""
 MERGING = ("embedded", "emulated")
 """Engines that take an adapter."""
+ENGINE_KEYS = {
+    "slots": "rollout.engine_slots",
+    "max_model_tokens": "rollout.max_model_tokens",
+    "seed": "seed",
+    "lora": "train.lora",
+    "url": "engine_options.urls",
+    "device": "pools.NAME.device",
+    "device_class": "pools.NAME.device_class",
+    "tensor_parallel_size": "roles.actor_gen.devices",
+}
+"""What an engine is told from elsewhere in the config."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -60,8 +71,11 @@ class Config(Section, frozen=True, kw_only=True):
     """Bound on staleness; may be fractional. Default: what the schedule implies, else 1."""
     runtime: Literal["local", "inline", "ray"] = "local"
     """`local`: one process per worker. `inline`: everything in one process, for debugging. `ray`: Ray actors."""
-    engine: Literal["embedded", "emulated"] = "embedded"
-    """`emulated`: the embedded engine, slowed down to the pace of its device class; for trying out a mix of pools."""
+    engine: Literal["embedded", "emulated", "vllm", "http"] = "embedded"
+    """`emulated`: the embedded engine, slowed down to the pace of its device class; for trying out a mix of pools.
+    `vllm`: vLLM in each inference worker. `http`: servers of vLLM or SGLang that run already."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Of the engine that is named, such as { gpu_memory_utilization = 0.8 }; `docs/engines.md` lists them."""
     trainer: Literal["embedded", "fsdp2", "megatron"] = "embedded"
     """`embedded`: one process. `fsdp2`, `megatron`: as many ranks as `roles.actor_train.workers`, one device each."""
     affinity: dict[str, str] | Literal["auto"] = field(default_factory=dict)
@@ -104,13 +118,16 @@ class Limits(Struct, frozen=True):
 
     alpha: float
     slots: int
-    """Groups admitted and not yet trained, dropped or aborted, at most."""
+    """Groups admitted and not yet trained (with `free_slots = "train_start"`: not yet in training), dropped or aborted,
+    at most."""
     needed_slots: int
     """Those of them that alpha asks for; the others are redundant."""
     trajectories_in_flight: int
     """Upper bound of running trajectories."""
     buffer_groups: int
     """Upper bound of finished groups that wait for training."""
+    groups_in_memory: int
+    """Upper bound of groups that run, wait for training or are in training."""
     shards: int
     """Processes that the trajectories are spread over; 1: they run in the driver."""
     trajectories_per_batch: int
@@ -129,6 +146,7 @@ def limits(config: Config) -> Limits:
         needed_slots=needed,
         trajectories_in_flight=in_flight,
         buffer_groups=slots,
+        groups_in_memory=slots + (rollout.groups_per_batch if rollout.free_slots == "train_start" else 0),
         shards=1 if unshardable(config) else math.ceil(in_flight / rollout.shard_trajectories),
         trajectories_per_batch=rollout.groups_per_batch * rollout.group_size,
         groups_per_minibatch=rollout.groups_per_batch // config.train.minibatches,
@@ -173,6 +191,12 @@ def serverless_of(config: Config, task: str) -> ServerlessConfig:
     return msgspec.structs.replace(table, max_concurrency=table.max_concurrency or count)
 
 
+def server_urls(config: Config) -> list[str]:
+    """The servers of engine `http`, one for each inference worker; none for other engines."""
+    urls = config.engine_options.get("urls") if config.engine == "http" else []
+    return urls if isinstance(urls, list) else []
+
+
 def unshardable(config: Config) -> str:
     """Why the trajectories of this config stay in one process, whatever their number; empty where they need not."""
     if config.plan.lockstep:
@@ -210,7 +234,17 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
     with boundary(ConfigError, "config"):
         config = msgspec.convert(data, Config)
-    for rule in (_check_tasks, _check_alpha, _check_batch, _check_pools, _check_serverless, _check_log, _check_trainer):
+    for rule in (
+        _check_tasks,
+        _check_alpha,
+        _check_batch,
+        _check_pools,
+        _check_engine,
+        _check_serverless,
+        _check_weights,
+        _check_log,
+        _check_trainer,
+    ):
         rule(config)
     return config
 
@@ -268,6 +302,11 @@ def _check_batch(config: Config) -> None:
             f"rollout.extra_groups: 'auto' paces continuous admission, but schedule {config.schedule!r} admits a batch "
             "at a time; give a number, or take schedule 'rollart'"
         )
+    if rollout.free_slots == "train_start" and config.plan.admission != "continuous":
+        raise ConfigError(
+            f"rollout.free_slots: 'train_start' lets groups in while a batch trains, but schedule {config.schedule!r} "
+            "admits a batch at a time; take 'train_end', or schedule 'rollart'"
+        )
     if groups % train.minibatches:
         near = min((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - train.minibatches))
         raise ConfigError(
@@ -300,10 +339,32 @@ def _check_pools(config: Config) -> None:
                 raise ConfigError(f"affinity.{toml.key(tag)}: no task has this name or tag{nearest(tag, tags)}")
 
 
+def _check_engine(config: Config) -> None:
+    for name in config.engine_options:
+        if name in ENGINE_KEYS:
+            raise ConfigError(f"engine_options.{name}: follows from {ENGINE_KEYS[name]}; set that instead")
+    urls = server_urls(config)
+    if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
+        raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
+    if len(set(urls)) < len(urls):
+        raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
+
+
 def _check_serverless(config: Config) -> None:
     for name in config.serverless:
         if name not in (names := [*config.tasks, "default"]):
             raise ConfigError(f"serverless.{toml.key(name)}: no task has this name{nearest(name, names)}")
+
+
+def _check_weights(config: Config) -> None:
+    weights = config.weights
+    for key, differs in (("master", weights.master), ("replicas", weights.replicas != 1)):
+        if differs and weights.store != "mooncake":
+            raise ConfigError(
+                f"weights.{key}: only read with weights.store = 'mooncake'; leave it out or take that store"
+            )
+    if weights.master and not weights.master.rpartition(":")[2].isdigit():
+        raise ConfigError(f"weights.master: {weights.master!r} is not of the form host:port, such as 10.0.0.5:50051")
 
 
 def _check_log(config: Config) -> None:
@@ -341,7 +402,8 @@ def _check_ranks(config: Config) -> None:
     if parts.ranks % share:
         raise ConfigError(
             f"roles.actor_train.workers: {parts.ranks} do not divide into groups of {share} that hold the model "
-            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}"
+            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}, such as "
+            f"{max(1, round(parts.ranks / share)) * share}"
         )
     if parts.ranks > 1 and config.runtime == "inline":
         raise ConfigError("runtime: 'inline' is one process, but the trainer is several; take runtime = 'local'")
@@ -353,8 +415,10 @@ def _check_ranks(config: Config) -> None:
         )
     holding = parts.ranks // parts.pipeline
     if holding % parts.expert:
+        near = min((n for n in range(1, holding + 1) if holding % n == 0), key=lambda n: abs(n - parts.expert))
         raise ConfigError(
-            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal layers"
+            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal "
+            f"layers; take {near}"
         )
 
 
@@ -367,4 +431,4 @@ def _check_lora(config: Config) -> None:
     if train.tensor_parallel > 1:
         raise ConfigError("train.lora: not together with train.tensor_parallel above 1; set one of them back")
     if config.engine not in MERGING:
-        raise ConfigError(f"train.lora: engine {config.engine!r} takes whole weights; set train.lora.r = 0")
+        raise ConfigError(f"train.lora: engine {config.engine!r} takes whole weights; take 'embedded', or r = 0")

@@ -28,6 +28,7 @@ TRAINER_CAUSES = {
     "step": "the batch is not ready: environments are still stepping",
     "score": "the batch is not ready: rewards are still being computed",
     "nothing_running": "the batch is not ready: no trajectory is running",
+    "no_engine": "the batch is not ready: trajectories wait for an inference worker, and there is none",
     "weights": "new weights are being published, loaded and checked",
     "suspended": "the engines are being suspended",
     "evaluation": "the policy is being evaluated",
@@ -40,6 +41,7 @@ ENGINE_CAUSES = {
     "score": "the last trajectories are still being scored",
     "suspended": "they are suspended for new weights",
     "weights": "they are loading new weights",
+    "no_engine": "there is no inference worker: none has started yet, or none is left",
     "iteration": "this iteration's trajectories are complete, the next ones start after training",
 }
 WORTH_SAYING = 0.05

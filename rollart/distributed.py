@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from rollart.checks import nearest
+from rollart.control.background import Background
 from rollart.data.cluster import Cluster, Member, check_affinity, spawn
 from rollart.data.runtime import open_runtime
 from rollart.data.targets import target_of
@@ -100,6 +101,9 @@ class Session:
         self._resources = resources
         self._pools = pools
         self._started = 0
+        self._members: dict[str, Member] = {}
+        self._background = Background()
+        resources.on_taken = self._leave
 
     async def cluster(
         self,
@@ -134,6 +138,7 @@ class Session:
             for binding in bound:
                 await self._resources.release(binding)
             raise
+        self._members |= {member.binding.binding_id: member for member in members}
         return Cluster(worker, members, fallback)
 
     async def stop(self, cluster: Cluster[Any]) -> None:
@@ -141,7 +146,13 @@ class Session:
         members: list[Member] = cluster.members
         await cluster.stop()
         for member in members:
+            self._members.pop(member.binding.binding_id, None)
             await self._resources.release(member.binding)
+
+    def _leave(self, binding: Binding, run: str) -> None:  # noqa: ARG002 - the manager has told of it
+        """Another run has got the devices of a binding: the worker on it ends, and its cluster buries it."""
+        if (member := self._members.pop(binding.binding_id, None)) is not None:
+            self._background.spawn(member.handle.stop(), f"end of {member.name}")
 
     async def rows(self) -> list[PoolRow]:
         """The pools as they are now, other runs' bindings included."""

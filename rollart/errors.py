@@ -17,6 +17,7 @@
     |-- TrainError           a training step                          (also RuntimeError)
     |   `-- RankError        ... which waited in vain for another rank
     |-- WeightsError         publishing, fetching or checking weights (also RuntimeError)
+    |   `-- WeightsLost      ... which another place could still give
     `-- RunFolderError       the run folder or a checkpoint           (also OSError)
 
 Every class takes one message, so every instance can be pickled and sent by name over a wire.
@@ -30,9 +31,14 @@ from contextlib import contextmanager
 
 
 def to_install(extra: str) -> str:
-    """How an extra gets here, for errors: the package is not on PyPI, and Ray has an environment of its own."""
+    """How an extra gets here, for errors: rollart is not on PyPI, and some extras have environments of their own."""
     if extra == "ray":
         return "in rollart's checkout: make env-ray, then .venv-ray/bin/rollart instead of rollart"
+    if extra == "vllm":
+        return (
+            "in rollart's checkout: make env-production, then .venv-production/bin/rollart instead of rollart; "
+            "for GPUs see docs/engines.md"
+        )
     return f"in rollart's checkout: pip install -e '.[{extra}]'"
 
 
@@ -102,6 +108,10 @@ class RankError(TrainError):
 
 class WeightsError(RollartError, RuntimeError):
     """Weights are missing, damaged, of the wrong shape, or not those that were published."""
+
+
+class WeightsLost(WeightsError):
+    """A version could not be put into the store, or cannot be had from it; whoever has it can publish it elsewhere."""
 
 
 class RunFolderError(RollartError, OSError):

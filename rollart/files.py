@@ -27,7 +27,7 @@ def write_atomic(path: Path, data: bytes, opener: Opener = open_raw) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with opener(beside, "wb") as file:
-            _write_all(file, data)
+            write_all(file, data)
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
@@ -57,7 +57,7 @@ class Appender:
         try:
             with self._opener(self.path, "ab") as file:
                 self._cut(file)
-                _write_all(file, data)
+                write_all(file, data)
         except OSError:
             self._forget_oldest()
             with suppress(OSError):
@@ -102,7 +102,8 @@ def cut_half_line(path: Path, block_bytes: int = 1 << 16) -> None:
         file.truncate(end)
 
 
-def _write_all(file: BinaryIO, data: bytes) -> None:
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write everything to an unbuffered file. Raises OSError."""
     view = memoryview(data)
     while view:
         written = file.write(view)

@@ -304,10 +304,10 @@ class Status(Struct, frozen=True, kw_only=True):
     """Seconds in train_step, within the window."""
     trainer_waits: dict[str, float] = field(default_factory=dict)
     """Seconds that the trainer waited, by cause. For a batch, by the stage of what is running: reset, generate, step,
-    score, nothing_running; else weights, suspended, evaluation, checkpoint."""
+    score, nothing_running, no_engine; else weights, suspended, evaluation, checkpoint."""
     engine_waits: dict[str, float] = field(default_factory=dict)
-    """Seconds that the engines had nothing to do, by cause: training (no slot is free until it ends), reset, step,
-    score, suspended, weights, iteration."""
+    """Seconds that the engines had nothing to do, or were not there (no_engine), by cause: training (every slot is
+    held until it ends), reset, step, score, suspended, weights, iteration."""
     rewards: dict[str, RewardStatus] = field(default_factory=dict)
     """Reward functions by task."""
     window_s: float = 0.0

@@ -30,6 +30,7 @@ from rollart.metrics import Metrics, RewardStatus, Status, TaskStatus
 from rollart.run_folder import RunFolder
 from rollart.types import FAILED, EngineStats, Trajectory
 from rollart.usage import Usage
+from rollart.window import Sample, window
 
 REFRESH_S = 0.5
 WINDOW_S = 20.0
@@ -52,18 +53,6 @@ class Totals(Struct):
     peak_rss_bytes: int = 0
     first: dict[str, TaskResult] = field(default_factory=dict)
     last: dict[str, TaskResult] = field(default_factory=dict)
-
-
-class Sample(Struct, frozen=True):
-    """Counters at one moment; the live view shows differences of two."""
-
-    at: float
-    generated: int
-    trajectories: int
-    busy_s: float
-    train_s: float
-    waits_s: dict[str, float]
-    stages: dict[str, float]
 
 
 class Observer:
@@ -106,6 +95,7 @@ class Observer:
         self._tasks: dict[str, TaskStatus] = {name: TaskStatus() for name in config.tasks}
         self._samples: deque[Sample] = deque()
         self._stages: dict[str, float] = {}
+        self._no_engine_s = 0.0
 
     # -------------------------------------------------------------------------------------------------------- hooks
     async def step_done(self, summary: StepSummary) -> None:
@@ -215,7 +205,7 @@ class Observer:
                 ages=dict(self._ledger.ages),
                 aborted=dict(self._ledger.aborted),
                 rewards={name: _reward_status(usage) for name, usage in self.rewards.items()},
-                **(_window(first, last) if first and last and last.at > first.at else {}),
+                **(window(first, last) if first and last and last.at > first.at else {}),
             )
         )
 
@@ -230,6 +220,7 @@ class Observer:
         account = self._ledger.snapshot()
         if self._samples:
             passed_s = now - self._samples[-1].at
+            self._no_engine_s += 0.0 if stats else passed_s
             counts = self._ledger.clock.counts if self._ledger.clock.num_running else {"training": 1}
             for stage, count in counts.items():
                 self._stages[stage] = self._stages.get(stage, 0.0) + count * passed_s
@@ -242,6 +233,7 @@ class Observer:
                 train_s=account["train_s"],
                 waits_s=account["waits_s"],
                 stages=dict(self._stages),
+                no_engine_s=self._no_engine_s,
             )
         )
         while self._samples[-1].at - self._samples[0].at > WINDOW_S:
@@ -318,7 +310,7 @@ class Observer:
     def summary(self, outcome: str) -> dict[str, Any]:
         """What `summary.json` holds; `outcome`: completed, stopped, or the error that ended the run."""
         self._clock()
-        totals, account = self.totals, self._ledger.snapshot()
+        totals, account, prefill = self.totals, self._ledger.snapshot(), self._proxy.prefill.report()
         return {
             "outcome": outcome,
             "tasks": {name: _first_and_last(totals, name) for name in self._config.tasks},
@@ -337,6 +329,7 @@ class Observer:
             "groups": _plain(self._scheduler.book.counts),
             "resources": msgspec.to_builtins(self._resources()),
             "affinity": _plain(self._proxy.affinity()),
+            **({"prefill": _plain(prefill)} if prefill is not None else {}),
             "rewards": {name: usage.facts() for name, usage in self.rewards.items()},
             **account,
         }
@@ -374,31 +367,6 @@ def _failures(name: str, task: TaskResult, trajectories: list[Trajectory]) -> st
     return (
         f"evaluation: {task.failed} of {task.episodes} episodes of task {name!r} failed, most often because of {cause}"
     )
-
-
-def _window(first: Sample, last: Sample) -> dict[str, Any]:
-    """The last seconds as rates and shares. Idle engine time goes to where trajectories were meanwhile."""
-    seconds = last.at - first.at
-    waits = _difference(first.waits_s, last.waits_s)
-    stages = _difference(first.stages, last.stages)
-    idle_s = max(0.0, seconds - (last.busy_s - first.busy_s))
-    elsewhere = {stage: part for stage, part in stages.items() if stage != "generate" and part > 0}
-    total = sum(elsewhere.values())
-    stages.pop("training", None)
-    return {
-        # Less than nothing: an engine was started again, and counts from 0.
-        "tokens_per_s": max(0, last.generated - first.generated) / seconds,
-        "trajectories_per_s": (last.trajectories - first.trajectories) / seconds,
-        "stages": stages,
-        "train_s": last.train_s - first.train_s,
-        "trainer_waits": {cause: waited for cause, waited in waits.items() if cause != "training" and waited > 0},
-        "engine_waits": {stage: idle_s * part / total for stage, part in elsewhere.items()},
-        "window_s": seconds,
-    }
-
-
-def _difference(first: dict[str, float], last: dict[str, float]) -> dict[str, float]:
-    return {key: value - first.get(key, 0.0) for key, value in last.items()}
 
 
 def _plain(value: Struct) -> dict[str, Any]:

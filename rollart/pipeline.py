@@ -35,7 +35,7 @@ from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import TrainingLoop
 from rollart.data.serverless.meter import Usage as FunctionUsage
-from rollart.data.weights_folder import SHARED_MEMORY, default_folder
+from rollart.data.weights_place import in_folder, weights_place
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.exporter import serving
 from rollart.metrics import Metrics
@@ -165,13 +165,21 @@ class _Run:
             except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
                 self._folder.log(f"error: {outcome}")
+                if self._checkpoints.steps():
+                    self._say_way_on("the run has ended")
                 raise
             finally:
-                if self._observer is not None:
-                    self._summarised = self._folder.write_summary(self._observer.summary(outcome))
+                self._summarise(outcome)
         self._folder.log(outcome)
         self._say_end(outcome)
         return 0 if outcome == "completed" else 130
+
+    def _summarise(self, outcome: str) -> None:
+        """A start that failed leaves its reason too, but for that of a resumed run, which keeps what it had."""
+        if self._observer is not None:
+            self._summarised = self._folder.write_summary(self._observer.summary(outcome))
+        elif self._state is None:
+            self._summarised = self._folder.write_summary({"outcome": outcome, "steps": 0})
 
     def _interrupt(self) -> None:
         """The first Ctrl-C finishes the step and saves; the second one ends at once."""
@@ -195,11 +203,14 @@ class _Run:
         path = self._folder.path
         if outcome == "completed":
             self._view.say(f"done: {path}/summary.json" if self._summarised else f"done: {path}, without a summary")
-        elif self._checkpoints.steps():
-            last = self._checkpoints.steps()[-1]
-            self._view.say(f"{outcome}; go on from step {last} with: rollart train --resume {path}")
         else:
-            self._view.say(f"{outcome} before the first checkpoint")
+            self._say_way_on(outcome)
+
+    def _say_way_on(self, ended: str) -> None:
+        if steps := self._checkpoints.steps():
+            self._view.say(f"{ended}; go on from step {steps[-1]} with: rollart train --resume {self._folder.path}")
+        else:
+            self._view.say(f"{ended} before the first checkpoint")
 
     async def _work(self) -> None:
         config, state = self._config, self._state
@@ -209,16 +220,15 @@ class _Run:
         saved = self._checkpoints.trainer_folder(state.step) if state is not None and not config.train.lora.r else None
         model = saved or await model_folder(config.model.name)
         model_bytes = 2 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        settings, in_run = config.weights, self._folder.path / "weights"
-        nearest = in_run if config.runtime == "ray" else SHARED_MEMORY  # no memory is shared between machines
-        with (
-            serving(config.log.prometheus, self._values, self._rewards, self._view.say),
-            default_folder(self._folder.path.name, in_run, model_bytes, settings.keep, nearest) as place,
-        ):
-            weights = {"folder": str(place.path), "bucket_bytes": settings.bucket_bytes, "keep": settings.keep}
+        path, say = self._folder.path, self._announce
+        with serving(config.log.prometheus, self._values, self._rewards, self._view.say):
             self._view.say("starting workers")
-            path, say = self._folder.path, self._announce
-            async with started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers:
+            async with (
+                weights_place(config, path, model_bytes) as weights,
+                started(config, _unique(path), path / "logs", specs, model, weights, True, say) as workers,
+            ):
+                if state is None:
+                    self._folder.become_latest()
                 await self._prepare(workers, specs, model)
                 await self._train(workers, specs, model)
 
@@ -307,7 +317,8 @@ class _Run:
         self._loop = TrainingLoop(
             config, scheduler, proxy, workers.trainer, evaluator, supervisor, ledger, observer, canary, start_step=step
         )
-        watching = [asyncio.ensure_future(observer.watch())]
+        workers.end = self._loop.end
+        watching = [asyncio.ensure_future(observer.watch()), asyncio.ensure_future(workers.watch_runtime())]
         if _scales(config):
             scaler = EnvironmentScaler(workers, proxy.stats, ledger.clock.counts, supervisor.watch, workers.decide)
             watching.append(asyncio.ensure_future(scaler.run()))
@@ -321,7 +332,7 @@ class _Run:
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
     specs = registry.specs(config)
-    weights = {"folder": str(run / "weights"), "bucket_bytes": config.weights.bucket_bytes, "keep": config.weights.keep}
+    weights = in_folder(config.weights, run / "weights")
     async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
         proxy = llm_proxy(config, workers, workers.router(config.rollout.engine_slots), background, state.version, _say)

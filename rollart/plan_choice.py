@@ -61,6 +61,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     extra_groups: int | Literal["auto"]
     extra_members: int
     on_target: Literal["abort", "keep"]
+    free_slots: Literal["train_end", "train_start"]
     engine_slots: int
 
     @property
@@ -119,6 +120,8 @@ def node_size(config: Config) -> int:
 
 def given(config: Config) -> Choice:
     """The choice that a config makes. Raises ConfigError, ResourceError."""
+    if "prefill" in config.roles:
+        raise ConfigError("roles.prefill: a plan says who reads by simulate.prefill; set that, and leave the table out")
     devices = {pool.device_class: pool.count for pool in pools(config)}
     node = NodeInfo("planned", {CPU: 1, **devices}, cuda=tuple(devices))
     # Any number of training workers: here they are a matter of devices alone.
@@ -137,6 +140,7 @@ def given(config: Config) -> Choice:
         extra_groups=rollout.extra_groups,
         extra_members=rollout.extra_members,
         on_target=rollout.on_target,
+        free_slots=rollout.free_slots,
         engine_slots=rollout.engine_slots,
     )
 
@@ -159,7 +163,7 @@ def configured(config: Config, before: Choice, after: Choice) -> Config:
         },
         "actor_gen": {"workers": dict(after.engines), "devices": after.tensor_parallel},
     }
-    for name in ("extra_groups", "extra_members", "on_target", "engine_slots"):
+    for name in ("extra_groups", "extra_members", "on_target", "free_slots", "engine_slots"):
         data["rollout"][name] = getattr(after, name)
     data["schedule"] = after.schedule
     data["affinity"] = AUTO if after.affinity == AUTO else dict(after.affinity)
@@ -209,6 +213,7 @@ def changes(before: Choice, after: Choice) -> list[str]:
         _changed("extra groups", str(before.extra_groups), str(after.extra_groups)),
         _changed("extra members", str(before.extra_members), str(after.extra_members)),
         _changed("surplus groups", before.on_target, after.on_target),
+        _changed("slots freed at", _moment(before), _moment(after)),
         _changed("engine slots", str(before.engine_slots), str(after.engine_slots)),
     ]
     return [each for each in found if each]
@@ -224,6 +229,10 @@ def _counts(counts: Counts) -> str:
 
 def _training(choice: Choice) -> str:
     return f"{choice.trainer.total} {choice.trainer.device_class}"
+
+
+def _moment(choice: Choice) -> str:
+    return "the start of training" if choice.free_slots == "train_start" else "its end"
 
 
 def _affinity(affinity: Affinity) -> str:

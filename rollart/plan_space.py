@@ -117,6 +117,7 @@ class Space:
             devices=tuple(there.items()),
             engines=tuple(engines.items()),
             prefill=prefill,
+            free_slots=choice.free_slots if _is_continuous(choice) else "train_end",
             affinity=_among(choice.affinity, [name for name in engines if name != prefill]),
         )
 
@@ -188,6 +189,7 @@ class Space:
             *({"extra_groups": each} for each in self._extra_groups(choice)),
             *({"extra_members": each} for each in (choice.extra_members - 1, choice.extra_members + 1) if each >= 0),
             *({"on_target": each} for each in ("abort", "keep") if choice.extra_groups not in (0, AUTO)),
+            *({"free_slots": each} for each in ("train_start", "train_end") if _is_continuous(choice)),
             *({"engine_slots": each} for each in (choice.engine_slots // 2, choice.engine_slots * 2) if each),
             *({"alpha": each} for each in self._alphas(choice)),
             *self._other_schedules(choice),
@@ -212,7 +214,7 @@ class Space:
         if choice.extra_groups == AUTO:
             return [0]
         step = max(1, self.config.rollout.groups_per_batch // 8)
-        paced: list[int | Literal["auto"]] = [AUTO] if SCHEDULES[choice.schedule].admission == "continuous" else []
+        paced: list[int | Literal["auto"]] = [AUTO] if _is_continuous(choice) else []
         return paced + [each for each in (choice.extra_groups - step, choice.extra_groups + step) if each >= 0]
 
     def _alphas(self, choice: Choice) -> list[float]:
@@ -228,6 +230,11 @@ class Space:
             needs = SCHEDULES[name].admission == "continuous"
             if name != choice.schedule and alpha <= self.max_alpha and not (needs and alpha == 0):
                 yield {"schedule": name, "alpha": None if implied is not None else alpha}
+
+
+def _is_continuous(choice: Choice) -> bool:
+    """Whether groups are admitted as slots are free."""
+    return SCHEDULES[choice.schedule].admission == "continuous"
 
 
 def _beside(value: float, choices: Sequence[Any]) -> list[Any]:

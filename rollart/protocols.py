@@ -7,7 +7,7 @@ protocols and patch nothing. What this file leaves out: any implementation.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rollart.types import (
@@ -17,6 +17,7 @@ from rollart.types import (
     GenRequest,
     GenResult,
     GroupSpec,
+    Handoff,
     NodeInfo,
     ParameterInfo,
     RewardRequest,
@@ -63,7 +64,13 @@ class RewardFunction(Protocol):
 
 # ---------------------------------------------------------------------------------------------------- inside workers
 Tensors = Iterable[tuple[str, Any]]
-"""(parameter name, CPU tensor) pairs; typed loosely so that this file needs no torch."""
+"""(parameter name, CPU tensor) pairs; typed loosely so that this file needs no torch. May be read once, lazily."""
+
+
+class FrozenTensors(tuple[tuple[str, Any], ...]):
+    """Tensors that nobody changes any more: an engine that is given them may keep them instead of copying them."""
+
+    __slots__ = ()
 
 
 class Engine(Protocol):
@@ -91,7 +98,11 @@ class Engine(Protocol):
         ...
 
     def update(self, version: int, tensors: Tensors) -> None:
-        """Load weights in place; all KV becomes stale and running requests are recomputed before they go on."""
+        """Load weights in place; all KV becomes stale and running requests are recomputed before they go on.
+
+        `tensors` may be lazy, and is read once; of `FrozenTensors` the memory may be kept. `stats().version` says
+        `version` once the weights are those, and not before.
+        """
         ...
 
     def resume(self) -> None:
@@ -116,6 +127,39 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters since the start."""
+        ...
+
+
+Payload = bytes | bytearray | memoryview
+"""KV on its way between two engines of one kind, or what such an engine needs to get it."""
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """What an engine can do besides, where requests are read on one worker and decoded on another.
+
+    `so_far`: what was generated of the request before. Contract (tests/data/test_handoff.py): the tokens,
+    log-probabilities and versions are those of an engine that does both; KV of other weights is never used.
+    """
+
+    def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
+        """As `Engine.add`, for the next token alone: unless that ends the request, its finish_reason is "handoff"."""
+        ...
+
+    def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
+        """KV of the tokens from `start` to the last but one, as kept for the trajectory; None when it is not."""
+        ...
+
+    def kept(self, request: GenRequest, so_far: GenResult) -> int:
+        """Of how many of the request's first tokens KV is kept for its trajectory."""
+        ...
+
+    def add_decode(self, request: GenRequest, so_far: GenResult, start: int, payload: Payload | None) -> None:
+        """As `Engine.add`, for all that follows `so_far`. `payload`: KV from token `start` on, of the engine's weights;
+        that of the tokens before is `kept`. Without it, all is read here.
+
+        Raises GenerationError also when the payload is not that of such an engine.
+        """
         ...
 
 
@@ -165,19 +209,26 @@ class WeightStore(Protocol):
     """Versions of the weights as buckets. A version exists once its manifest is written, and never changes."""
 
     def publish(self, version: int, tensors: Tensors) -> WeightManifest:
-        """Write buckets, then the manifest; drop versions beyond the number kept."""
+        """Write buckets, then the manifest; drop versions beyond the number kept.
+
+        Raises WeightsError; WeightsLost when `rescue` can help.
+        """
         ...
 
-    def fetch(self, version: int) -> list[tuple[str, Any]]:
-        """Read and verify one version. Raises WeightsError when missing or damaged."""
+    def rescue(self, version: int, tensors: Tensors) -> WeightManifest:
+        """Publish a version elsewhere that could not be published, or was lost. Raises WeightsError."""
         ...
 
-    def num_bytes(self, version: int) -> int:
-        """Size of a version's buckets; 0 when it is not there."""
+    def fetch(self, version: int, model: Sequence[ParameterInfo] | None = None) -> Iterator[tuple[str, Any]]:
+        """Read and verify one version, bucket by bucket; nobody changes these tensors any more.
+
+        Raises WeightsError when it is missing, damaged, or not of `model`: at once, or before anything of the bucket
+        concerned is given out. Raises WeightsLost when `rescue` can help.
+        """
         ...
 
-    def latest(self) -> int | None:
-        """The newest published version."""
+    def quick(self, version: int) -> bool:
+        """Whether fetching it takes a few milliseconds at most, or fails as fast."""
         ...
 
 
@@ -234,6 +285,15 @@ class Runtime(Protocol):
         ...
 
 
+@runtime_checkable
+class Losable(Protocol):
+    """A runtime that depends on something that can die."""
+
+    async def wait_lost(self) -> str:
+        """What has died, once nothing can be started any more; workers may answer for a moment longer."""
+        ...
+
+
 # ------------------------------------------------------------------------------------- the four handles of control
 class InferenceHandle(Protocol):
     """One inference worker. Every call returns between two engine steps."""
@@ -243,6 +303,14 @@ class InferenceHandle(Protocol):
 
     async def generate(self, request: GenRequest) -> GenResult:
         """ADD; returns when the request has finished or was aborted (finish_reason 'abort', partial tokens)."""
+        ...
+
+    async def decode(self, request: GenRequest, handoff: Handoff) -> GenResult:
+        """As `generate`, for what follows `handoff.result`; the result has all of it.
+
+        finish_reason 'handoff': the KV is of other weights by now, and the request is to be read again. Only where
+        there are prefill workers.
+        """
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
@@ -255,8 +323,11 @@ class InferenceHandle(Protocol):
         """Read a published version into memory while generation goes on."""
         ...
 
-    async def update(self, version: int) -> None:
-        """Load a version (prefetched or not). Raises WeightsError when it is missing or damaged."""
+    async def update(self, version: int) -> int:
+        """Load a version (prefetched or not); the version that the engine then holds.
+
+        Raises WeightsError when it is missing, damaged, of another model or older than the one held.
+        """
         ...
 
     async def resume(self) -> None: ...
@@ -266,6 +337,23 @@ class InferenceHandle(Protocol):
     async def parameters(self) -> list[ParameterInfo]: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def stop(self) -> None:
+        """End the worker; what it was asked then raises WorkerDied."""
+        ...
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """What an inference worker can that reads prompts for others to decode."""
+
+    async def prefill(self, request: GenRequest, so_far: GenResult, have: int) -> Handoff:
+        """The token after `so_far`. `have`: of how many tokens the worker that decodes is believed to keep the KV."""
+        ...
+
+
+class PrefillHandle(InferenceHandle, Reads, Protocol):
+    """An inference worker that reads prompts, and decodes none."""
 
 
 class EnvHandle(Protocol):
@@ -342,6 +430,10 @@ class TrainHandle(Protocol):
 
     async def publish(self, version: int) -> WeightManifest:
         """Publish the current weights as `version`; returns when the manifest is written."""
+        ...
+
+    async def rescue(self, version: int) -> None:
+        """Publish `version` once more, elsewhere. Raises WeightsError where the trainer has other weights by now."""
         ...
 
     async def logprobs(self, tokens: list[int]) -> list[float]: ...

@@ -25,13 +25,15 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
     rollout, train, bounds = config.rollout, config.train, limits(config)
     members = f"{rollout.group_size} + {rollout.extra_members}" if rollout.extra_members else f"{rollout.group_size}"
     top_k = f"top_k {rollout.top_k}" if rollout.top_k else "no top_k"
+    until = "trained" if rollout.free_slots == "train_end" else "in training"
     rows = {
         "alpha": f"{bounds.alpha:g} (schedule {config.schedule}): no older trajectory is trained on, in versions",
-        "slots": f"{bounds.slots} groups admitted and not yet trained, dropped or aborted",
+        "slots": f"{bounds.slots} groups admitted and not yet {until}, dropped or aborted",
         "in flight": f"at most {bounds.trajectories_in_flight} trajectories ({bounds.slots} groups of {members})",
         "shards": _shards(config),
         "engine": f"{rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
         "buffer": f"at most {bounds.buffer_groups} finished groups",
+        "in memory": f"at most {bounds.groups_in_memory} groups, with those in training",
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
         f"{bounds.trajectories_per_batch} trajectories",
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
@@ -39,6 +41,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
         "pools": _pools(placement),
         "workers": _workers(placement),
+        "prefill": _prefill(config, placement),
         **{f"task {name}": _task(spec, specs) for name, spec in specs.items()},
     }
     width = max(map(len, rows))
@@ -95,6 +98,23 @@ def _workers(placement: Placement | None) -> str:
         return "placed when the run starts"
     counts = Counter((each.role, each.device_class) for each in placement.wanted)
     return ", ".join(f"{role} {number} on {name}" for (role, name), number in counts.items())
+
+
+def _prefill(config: Config, placement: Placement | None) -> str:
+    """Who reads prompts."""
+    if "prefill" not in config.roles:
+        return "every inference worker reads its own prompts"
+    if placement is None:
+        return "apart, on workers of role prefill"
+    on = {
+        role: " and ".join(f"{number} on {name}" for name, number in _by_class(placement, role).items())
+        for role in ("prefill", "actor_gen")
+    }
+    return f"apart: {on['prefill']} read prompts, {on['actor_gen']} decode"
+
+
+def _by_class(placement: Placement, role: str) -> Counter[str]:
+    return Counter(each.device_class for each in placement.of_role(role))
 
 
 def _task(spec: TaskSpec, specs: Mapping[str, TaskSpec]) -> str:

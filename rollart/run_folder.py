@@ -21,6 +21,7 @@ import fcntl
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -92,7 +93,7 @@ class RunFolder:
         warn: Warn = to_stderr,
         clock: Clock = time.time,
     ) -> RunFolder:
-        """Make a folder of a new name and point `latest` at it. Raises RunFolderError.
+        """Make a folder of a new name. Raises RunFolderError, and then leaves none.
 
         `command`: as it was typed; its first `.toml` names the run unless `log.name` does.
         """
@@ -100,10 +101,12 @@ class RunFolder:
         with boundary(RunFolderError, f"log.folder {config.log.folder!r}"):
             parent.mkdir(parents=True, exist_ok=True)
             path = _new_folder(parent, config.log.name or _default_name(command, clock()))
-            write_atomic(path / "config.toml", _config_text(config, command), opener)
-            folder = cls(path, config.log.tensorboard, opener, warn, clock)
-        folder._point_latest()
-        return folder
+            try:
+                write_atomic(path / "config.toml", _config_text(config, command), opener)
+                return cls(path, config.log.tensorboard, opener, warn, clock)
+            except OSError:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
 
     @classmethod
     def open(
@@ -113,6 +116,18 @@ class RunFolder:
         folder = _existing(Path(path))
         with boundary(RunFolderError, f"run folder {str(path)!r}"):
             return cls(folder, resolved_config(folder).log.tensorboard, opener, warn, clock)
+
+    def become_latest(self) -> None:
+        """Point `latest` at this folder: its run has begun."""
+        latest = self.path.parent / "latest"
+        beside = latest.with_name(f".latest.{self.path.name}")
+        try:
+            beside.symlink_to(self.path.name)
+            os.replace(beside, latest)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            self.note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
 
     def write_config(self, config: Config, command: Sequence[str]) -> bool:
         """Replace the config of a run that is resumed with another; the commands so far stay above it."""
@@ -231,17 +246,6 @@ class RunFolder:
     def _worked(self, name: str, lost: int) -> None:
         if self._failing.pop(name, 0):
             self.note(f"{self.path / name}: can be written again; {lost} records were lost")
-
-    def _point_latest(self) -> None:
-        latest = self.path.parent / "latest"
-        beside = latest.with_name(f".latest.{self.path.name}")
-        try:
-            beside.symlink_to(self.path.name)
-            os.replace(beside, latest)
-        except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
-            self.note(f"{latest}: cannot point at {self.path.name}: {error.strerror or error}")
 
 
 def _config_text(config: Config, command: Sequence[str]) -> bytes:

@@ -79,6 +79,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Members started per group beyond `group_size` (redundancy)."""
     on_target: Literal["abort", "keep"] = "abort"
     """What becomes of redundant groups when the batch is full."""
+    free_slots: Literal["train_end", "train_start"] = "train_end"
+    """When new groups may take the slots of a batch: as its training ends, or already as it starts, after its update.
+    With train_start engines go on while the trainer works; alpha bounds ages as before, within it more is older, and
+    one more batch is in memory."""
     member_retries: Whole = 2
     """Re-runs of one member that failed or grew stale, before its group is dropped."""
     zero_variance: Literal["replace", "keep"] = "replace"
@@ -173,12 +177,23 @@ class EvalConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """`[weights]`: the store between trainer and engines."""
 
-    store: Literal["file"] = "file"
+    store: Literal["file", "mooncake"] = "file"
+    """`file`: in shared memory, or in the run folder. `mooncake`: a Mooncake store, with files as its stand-in."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept."""
     asynchronous: bool = True
     """Weights are published and read ahead while the rollout goes on; otherwise while it is suspended."""
+    delta: Whole = 0
+    """A whole version every so many, between them only what changed; 0 or 1: every version whole."""
+    update_timeout_s: Positive = 600.0
+    """Longest that an engine may take to load a version and say so; then it is ended and replaced."""
+    master: str = ""
+    """mooncake: host:port of a master that runs already, with store nodes; default: both are started with the run."""
+    replicas: Count = 1
+    """mooncake: copies of every bucket, each on a store node of its own."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """mooncake: how bytes travel."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):
@@ -207,10 +222,13 @@ class PoolConfig(Section, frozen=True, kw_only=True):
 
 
 class RoleConfig(Section, frozen=True, kw_only=True):
-    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment, reward or rollout (shards) run."""
+    """`[roles.NAME]`: where the workers of actor_train, actor_gen, environment, reward or rollout (shards) run.
+
+    There is one more, prefill: with a table for it its workers read all prompts, and those of actor_gen only decode.
+    """
 
     device_class: str = ""
-    """Default: compute-optimised for actor_train, bandwidth-optimised for actor_gen, else CPU."""
+    """Default: compute-optimised for actor_train and prefill, bandwidth-optimised for actor_gen, else CPU."""
     workers: Whole | dict[str, Count] = 0
     """A number, or a number per class such as { H800 = 2, H20 = 6 }; 0: one per class, and for environment as many as
     the measured cost of steps asks for."""

@@ -26,7 +26,7 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.runner import max_age
 from rollart.control.shard import Shard
 from rollart.data.environment import RemoteEnvironment
-from rollart.data.inference import RemoteInference
+from rollart.data.inference import RemoteInference, RemotePrefill
 from rollart.data.peers import connect
 from rollart.data.reward import RemoteReward
 from rollart.errors import WorkerDied
@@ -98,6 +98,8 @@ class RolloutShard:
         match role:
             case "actor_gen":
                 self._proxy.add(RemoteInference(worker), device_class)
+            case "prefill":
+                self._proxy.add(RemotePrefill(worker), device_class)
             case "environment":
                 self._environment.join(worker)
             case "reward":

@@ -33,8 +33,7 @@ class Simulation(Struct, frozen=True, kw_only=True):
 
     step_s: mean of `step_times`. tokens_per_step: prompt and response tokens of the trained batch, mean;
     generated_per_step: those of them that the model generated. throughput: tokens_per_step / step_s (paper section 7).
-    breakdown: seconds per step by what the trainer did or waited for. Where training overlaps rollout, it also passes
-    while the trainer waits for the next batch, so that the parts add up to more than a step.
+    breakdown: seconds per step by what the trainer did or waited for.
     waits_s: all waits by cause, summed, of the trainer and (`training`) of the rollout.
     utilisation: "ROLE CLASS", such as "actor_gen H20" -> share of the time that these devices worked; "reward CLASS":
     of the time that they were reserved for rewards, or, where these are elastic, paid for.

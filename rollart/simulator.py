@@ -36,7 +36,7 @@ from rollart.control.training_loop import StepSummary, TrainingLoop
 from rollart.data.simulated.model_shape import load_shape
 from rollart.data.simulated.profile import Profile, TaskProfile, load_profile
 from rollart.data.simulated.renderer import SimulatedRenderer
-from rollart.data.simulated.runtime import SimulatedRuntime, with_nodes
+from rollart.data.simulated.runtime import SimulatedRuntime, reading_apart, with_nodes
 from rollart.data.simulated.timeline import Timeline
 from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.resource.routing import Router
@@ -155,7 +155,7 @@ def specs_of(config: Config, tasks: Mapping[str, TaskProfile]) -> dict[str, Task
 def _without_the_rest(config: Config) -> Config:
     """The config without what a simulated run does not have: files, shards, other runs, devices of this machine."""
     return replace(
-        with_nodes(config),
+        with_nodes(reading_apart(config)),
         runtime="local",
         trainer="simulated",
         engine="embedded",
@@ -216,7 +216,8 @@ class Run:
 
     def _assemble(self, workers: Workers, specs: dict[str, TaskSpec]) -> TrainingLoop:
         config, background, renderer = self._config, Background(), SimulatedRenderer()
-        self.router = workers.router(config.rollout.engine_slots)
+        prefill = self._settings.prefill
+        self.router = workers.router(config.rollout.engine_slots, reserved=[prefill] if prefill else [])
         self.proxy = llm_proxy(config, workers, self.router, background, 0, self._say)
         shared = services(config, workers, self.proxy, renderer, background, self._ledger)
         supervisor = Supervisor(workers.handles, workers.recover)

@@ -4,8 +4,8 @@ Invariant: what a model generated is stored once, as token ids, in `Turn.action`
 policy version per token. Nothing here is ever re-tokenised.
 
 Who makes what: RolloutScheduler makes `GroupSpec`; EnvManager makes `GenRequest`, `Turn` and `Trajectory`; an engine
-makes `GenResult`; SampleBuffer makes `Group`; TrainingLoop makes `TrainBatch`; a trainer makes `TrainReport`; a weight
-store makes `WeightManifest`.
+makes `GenResult`; a prefill worker makes `Handoff`; SampleBuffer makes `Group`; TrainingLoop makes `TrainBatch`; a
+trainer makes `TrainReport`; a weight store makes `WeightManifest`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why one generation ended: a stop token or string, the token limit, an ABORT, or an engine fault."""
+FinishReason = Literal["stop", "length", "abort", "error", "handoff"]
+"""Why one generation ended: a stop token or string, the token limit, an ABORT, or an engine fault; "handoff", which no
+trajectory ever sees: it goes on on another worker."""
 
 StopReason = Literal[
     "done",  # the environment terminated
@@ -71,6 +72,8 @@ class GenResult(Struct, frozen=True):
     share, by tokens, of what steps spent on prompts, also when these are read again after an update. `decode_s`: what
     the steps that gave it a further token spent on decoding; requests of one batch spend it together, so that it is a
     latency, where `prefill_s` is work.
+
+    `received_tokens`: of prompt and response, whose KV another worker had computed (`Handoff`).
     """
 
     request_id: str
@@ -83,6 +86,31 @@ class GenResult(Struct, frozen=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    received_tokens: int = 0
+
+
+class Handoff(Struct, frozen=True):
+    """A request on its way from the worker that has read it to the one that decodes it.
+
+    `result`: what is generated so far, the last token by the worker that read; its finish_reason is "handoff", or why
+    the request has ended with that token. `version`: of the weights under which that was, -1 where nobody has read.
+
+    That KV is of tokens `start` to the last but one, and is in a file of shared memory (`in_file`), or in `ticket`,
+    which may also say where to get it; all of it, from the first token on, can be asked for at `address`. With none of
+    these the worker that decodes reads the tokens itself.
+    """
+
+    result: GenResult
+    version: int = -1
+    start: int = 0
+    in_file: bool = False
+    ticket: bytes = b""
+    address: str = ""
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether there is KV to be had."""
+        return self.in_file or bool(self.ticket or self.address)
 
 
 class TaskSpec(Struct, frozen=True):
@@ -225,6 +253,7 @@ class EngineStats(Struct, frozen=True):
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    received_tokens: int = 0
     preempted: int = 0
     running: int = 0
     waiting: int = 0
@@ -241,20 +270,34 @@ class ParameterInfo(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    """One file or buffer of a published version."""
+    """One file or buffer of a published version. `num_bytes` and `checksum` are those of the whole bucket.
+
+    `delta`: what is stored under `key` are `stored_bytes` of difference to the same bucket of the manifest's `base`;
+    none where nothing changed.
+    """
 
     key: str
     num_bytes: int
     checksum: int
     names: tuple[str, ...]
+    delta: bool = False
+    stored_bytes: int = 0
 
 
 class WeightManifest(Struct, frozen=True):
-    """The last thing written of a version: a version without a manifest does not exist."""
+    """The last thing written of a version: a version without a manifest does not exist.
+
+    `model`: a fingerprint of `parameters`; `checksums`: their algorithm; `base`: the version that some of the buckets
+    are differences to; `note`: one line for people where something did not go as usual.
+    """
 
     version: int
     buckets: tuple[Bucket, ...]
     parameters: tuple[ParameterInfo, ...]
+    model: str = ""
+    checksums: str = "crc32"
+    base: int | None = None
+    note: str = ""
 
 
 class EnvReply(Struct, frozen=True):
@@ -303,6 +346,7 @@ class ShardNews(Struct):
     ended: list[Trajectory]
     aborted: list[Trajectory]
     said: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class PoolSpec(Struct, frozen=True):

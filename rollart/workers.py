@@ -1,8 +1,9 @@
 """The workers of a run: placed on pools, started as Clusters, and replaced when they die.
 
 Invariant: every worker stands on a binding that this run holds, and gives it back when it is gone for good. A worker
-that dies is started again on the same binding, after `MAX_RESTARTS` deaths or with its node elsewhere; a role without
-any worker left, or the death of the trainer, ends the run. What this file leaves out: when a worker counts as dead
+that dies is started again on the same binding, after `MAX_RESTARTS` deaths or with its node elsewhere; one whose
+devices another run has got is ended, and started on others. The death of the trainer ends the run; so does a role
+without any worker left, but not before a checkpoint is made. What this file leaves out: when a worker counts as dead
 (`control/supervisor.py`) and what becomes of the requests it held (`control/llm_proxy.py`).
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,20 +21,21 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.config import GROUPS, Config, serverless_of, to_dict
+from rollart.config import GROUPS, Config, server_urls, serverless_of, to_dict
+from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
 from rollart.data.environment import RemoteEnvironment
-from rollart.data.inference import RemoteInference
+from rollart.data.inference import RemoteInference, RemotePrefill
 from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer, form_group
+from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
 from rollart.errors import ResourceError, RollartError, WorkerDied
-from rollart.protocols import Addressed, Runtime, WorkerHandle
+from rollart.protocols import Addressed, Losable, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
-from rollart.resource.placement import Placement, place, pool_specs
-from rollart.resource.pool import PoolRow
+from rollart.resource.placement import Placement, place
 from rollart.resource.routing import Router
 from rollart.resource.store import open_store
 from rollart.shard import RemoteShard
@@ -41,12 +44,13 @@ from rollart.types import Binding, EnvironmentCost, NodeInfo, TaskSpec
 
 TARGETS = {
     "actor_gen": "rollart.data.roles:inference",
+    "prefill": "rollart.data.roles:inference",
     "environment": "rollart.data.roles:environment",
     "reward": "rollart.data.roles:reward",
     "actor_train": "rollart.data.roles:training",
     "rollout": "rollart.shard:RolloutShard",
 }
-MET = ("actor_gen", "environment", "reward")
+MET = ("actor_gen", "prefill", "environment", "reward")
 """Roles whose workers a rollout shard talks to."""
 MAX_RESTARTS = 3
 """Deaths of one worker within `RESTART_WINDOW_S` after which its devices are at fault."""
@@ -85,16 +89,21 @@ class Workers:
     runner: ShardedRunner | None = field(default=None, init=False)
     restarts: Counter[str] = field(default_factory=Counter, init=False)
     decisions: list[str] = field(default_factory=list, init=False)
+    end: Callable[[RollartError], None] | None = field(default=None, init=False)
+    """Ends the training with an error once it has saved a checkpoint; None while nothing is trained."""
     num_environments: int = field(init=False)
     """Environment workers ever started, successors of dead ones not counted."""
     _deaths: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _ending: bool = field(default=False, init=False)
+    _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:
         reward = self.of_role("reward")
         self.environment = RemoteEnvironment([member.handle for member in self.of_role("environment")])
         self.reward = RemoteReward([member.handle for member in reward]) if reward else None
         self.num_environments = len(self.of_role("environment"))
-        self.trainer = RemoteTrainer(*self.trainers) if self.trainers else None
+        self.resources.on_taken = self._leave
+        self.trainer = RemoteTrainer(*self.trainers, say=self.say) if self.trainers else None
 
     def of_role(self, role: str) -> list[Member]:
         """Those that are alive."""
@@ -105,9 +114,9 @@ class Workers:
         """All workers."""
         return [member.handle for member in self.members.values()]
 
-    def router(self, slots: int) -> Router:
-        """Routing by the affinity of the run; `slots`: requests that an engine runs at once."""
-        return Router(self.placement.affinity, self.placement.fallback, slots=slots)
+    def router(self, slots: int, reserved: Collection[str] = ()) -> Router:
+        """Routing by the affinity of the run; `slots`, `reserved`: as `Router` takes them."""
+        return Router(self.placement.affinity, self.placement.fallback, slots=slots, reserved=reserved)
 
     @property
     def classes(self) -> dict[str, str]:
@@ -115,8 +124,9 @@ class Workers:
         return {member.name: member.binding.device_class for member in self.members.values()}
 
     def inference(self) -> list[RemoteInference]:
-        """The inference workers."""
-        return [RemoteInference(member.handle) for member in self.of_role("actor_gen")]
+        """The inference workers, and after them those that read prompts for others."""
+        decoding = [RemoteInference(member.handle) for member in self.of_role("actor_gen")]
+        return [*decoding, *(RemotePrefill(member.handle) for member in self.of_role("prefill"))]
 
     def report(self) -> Resources:
         """For the summary."""
@@ -171,17 +181,18 @@ class Workers:
         if role == "actor_train":
             raise WorkerDied(f"worker {worker.name!r} died: {reason}")
         self.say(f"worker {worker.name} died: {reason.splitlines()[0]}")
+        if self._ending:
+            return None
         origin = worker.name.partition(".")[0]
         while True:
             self.restarts[origin] += 1
             try:
                 binding = await self._new_binding(dead.binding, self._recent_deaths(origin))
             except ResourceError as error:
-                if not self.of_role(role):
-                    raise WorkerDied(
-                        f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"
-                    ) from error
-                self.say(f"going on without {origin}: {error}")
+                if not self.of_role(role) and role != "prefill":  # without it, others read
+                    self._end(WorkerDied(f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"))
+                else:
+                    self.say(f"going on without {origin}: {error}")
                 return None
             name = f"{origin}.{self.restarts[origin]}"
             try:
@@ -204,7 +215,9 @@ class Workers:
         nodes = {node.name for node in await self.runtime.nodes()}
         if old.node not in nodes:
             await self.resources.fail_node(old.node)
-        elif deaths <= MAX_RESTARTS and await self.resources.is_ours(old):
+        elif not await self.resources.is_ours(old):
+            await self.resources.release(old)
+        elif deaths <= MAX_RESTARTS:
             return old
         elif old.share > 1:  # others work on the same devices: it is not they that are broken
             await self.resources.release(old)
@@ -213,10 +226,34 @@ class Workers:
             await self.resources.fail(old)
         return await self.resources.bind(old.worker, old.role, old.asked_class, len(old.devices))
 
+    def _leave(self, binding: Binding, run: str) -> None:
+        """Another run has got the devices of a binding: its worker ends, the trainer's not before a checkpoint."""
+        for member in self.members.values():
+            if member.binding == binding:
+                if binding.role == "actor_train" and self.end is not None:
+                    self._end(ResourceError(f"{binding}, on which {member.name} trains, has gone to run {run!r}"))
+                else:
+                    self._background.spawn(member.handle.stop(), f"end of {member.name}")
+
+    async def watch_runtime(self) -> None:
+        """End the training while workers still answer, when the runtime is lost."""
+        if isinstance(self.runtime, Losable):
+            self._end(ResourceError(await self.runtime.wait_lost()))
+
+    def _end(self, error: RollartError) -> None:
+        """Nobody is replaced any more."""
+        if self.end is None:
+            raise error
+        self._ending = True
+        self.say(f"ending after this step, with a checkpoint: {str(error).splitlines()[0]}")
+        self.end(error)
+
     async def _start(self, name: str, binding: Binding) -> Member:
         handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
         member = Member(handle, binding)
         try:
+            if binding not in self.resources.bindings:
+                raise ResourceError(f"another run has got {binding} while {name} started there")
             await self._take_in(member)
         except RollartError:
             self.members.pop(name, None)
@@ -231,6 +268,10 @@ class Workers:
         match binding.role:
             case "actor_gen" if self.proxy is not None:
                 await self.proxy.join(RemoteInference(handle), binding.device_class)
+            case "prefill":
+                await self.tell_address(member)
+                if self.proxy is not None:
+                    await self.proxy.join(RemotePrefill(handle), binding.device_class)
             case "environment":
                 self.environment.join(handle)
             case "reward" if self.reward is not None:
@@ -241,6 +282,11 @@ class Workers:
         await self.introduce(member)
         if binding.role == "rollout" and self.runner is not None:
             await self.runner.join(RemoteShard(handle))
+
+    async def tell_address(self, member: Member) -> None:
+        """A worker that reads for others learns where these can ask it for what it has read, if they can at all."""
+        if isinstance(member.handle, Addressed):
+            await member.handle.call("listen_at", await member.handle.address())
 
     async def introduce(self, member: Member) -> None:
         """Let a new shard meet all others, and a new worker all shards. Raises ResourceError, WorkerDied."""
@@ -275,7 +321,7 @@ class Workers:
 
     def _forget(self, dead: Member) -> None:
         match dead.binding.role:
-            case "actor_gen" if self.proxy is not None:
+            case "actor_gen" | "prefill" if self.proxy is not None:
                 self.proxy.lost(dead.name)
             case "environment":
                 self.environment.lost(dead.name)
@@ -306,6 +352,7 @@ async def started(
     """
     async with contextlib.AsyncExitStack() as stack:
         runtime = runtime or open_runtime(config.runtime, logs)
+        parcels = stack.enter_context(_parcels(config, run)) if weights else ""
         stack.push_async_callback(_shielded, runtime.shutdown)
         settings = config.resources
         nodes = await runtime.nodes()
@@ -316,11 +363,14 @@ async def started(
         stack.push_async_callback(_shielded, resources.close)
         stack.push_async_callback(_shielded, runtime.shutdown)
         bindings = await resources.bind_all(placement.wanted)
-        recipes = _recipes(config, model, dict(weights), placement)
+        recipes = _recipes(config, model, dict(weights), placement, parcels)
         members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
         trainers = await _trainers(config, [each for each in members if each.binding.role == "actor_train"], nodes)
         by_name = {member.name: member for member in members}
         workers = Workers(runtime, resources, placement, recipes, by_name, say, trainers)
+        if lost := [each for each in bindings if each not in resources.bindings]:
+            raise ResourceError(f"another run has got {lost[0]} while the workers started")
+        await asyncio.gather(*(workers.tell_address(each) for each in workers.of_role("prefill")))
         await asyncio.gather(*(workers.introduce(shard) for shard in workers.of_role("rollout")))
         yield workers
 
@@ -345,15 +395,29 @@ async def _shielded(close: Callable[[], Any]) -> None:
     await asyncio.shield(close())
 
 
+@contextlib.contextmanager
+def _parcels(config: Config, run: str) -> Iterator[str]:
+    """The folder in shared memory through which KV goes from worker to worker; "" where there is none, or need of it.
+
+    Raises WeightsError.
+    """
+    if "prefill" not in config.roles or config.runtime == "ray" or not os.access(SHARED_MEMORY, os.W_OK):
+        yield ""
+        return
+    sweep_stale(SHARED_MEMORY)
+    with WeightsFolder(SHARED_MEMORY, f"kv-{run}") as folder:
+        yield str(folder.path)
+
+
 def _roles(specs: Mapping[str, TaskSpec], train: bool) -> list[str]:
-    roles = ["actor_gen", "environment"]
+    roles = ["actor_gen", "prefill", "environment"]
     if any(spec.has_reward for spec in specs.values()):
         roles.append("reward")
     return [*roles, "rollout", "actor_train"] if train else roles
 
 
 def _recipes(
-    config: Config, model: Path, weights: dict[str, Any], placement: Placement
+    config: Config, model: Path, weights: dict[str, Any], placement: Placement, parcels: str
 ) -> dict[str, Callable[[Binding], dict[str, Any]]]:
     """Per role, the arguments of its function in `data/roles.py` for a worker on a binding."""
     rollout = config.rollout
@@ -369,16 +433,24 @@ def _recipes(
         engine_options["lora"] = msgspec.to_builtins(config.train.lora)
 
     def on(binding: Binding) -> dict[str, Any]:
-        pace = {"device_class": binding.device_class} if config.engine == "emulated" else {}
-        return {**engine_options, "device": binding.device, **pace}
+        own: dict[str, Any] = {"device": binding.device}
+        if config.engine == "emulated":
+            own["device_class"] = binding.device_class
+        elif config.engine == "vllm":
+            own["tensor_parallel_size"] = len(binding.devices)
+        elif config.engine == "http":
+            own = {"url": server_urls(config)[_number(binding.worker)]}
+        given = {name: value for name, value in config.engine_options.items() if name != "urls"}
+        return {**given, **engine_options, **own}
 
+    def generating(binding: Binding, part: str) -> dict[str, Any]:
+        made = {"model_folder": str(model), "engine": config.engine, "engine_options": on(binding), "weights": weights}
+        return {**made, "part": part, "parcels": parcels} if part else made
+
+    decode = "decode" if "prefill" in config.roles else ""
     return {
-        "actor_gen": lambda binding: {
-            "model_folder": str(model),
-            "engine": config.engine,
-            "engine_options": on(binding),
-            "weights": weights,
-        },
+        "actor_gen": lambda binding: generating(binding, decode),
+        "prefill": lambda binding: generating(binding, "prefill"),
         "environment": lambda _: hosted,
         "reward": lambda _: {
             "tasks": tasks,
@@ -403,22 +475,6 @@ def _recipes(
     }
 
 
-def view(config: Config, repair: str = "") -> list[PoolRow]:
-    """The pools of a config as they are now in its store; first, say that node `repair` works again.
-
-    Raises ConfigError, ResourceError.
-    """
-    return asyncio.run(_view(config, repair))
-
-
-async def _view(config: Config, repair: str) -> list[PoolRow]:
-    runtime = open_runtime(config.runtime, Path())
-    try:
-        settings = config.resources
-        specs = pool_specs(config.pools, await runtime.nodes())
-        manager = ResourceManager(open_store(settings.store), specs, "view", name=settings.name)
-        if repair:
-            await manager.repair(repair)
-        return await manager.rows()
-    finally:
-        await runtime.shutdown()
+def _number(worker: str) -> int:
+    """Of a worker within its role, also when it was started again: 3 of inference-3.1."""
+    return int(worker.rpartition("-")[2].partition(".")[0])

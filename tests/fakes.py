@@ -24,7 +24,7 @@ from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
 from rollart.control.task_source import TaskSource
 from rollart.control.training_loop import StepSummary, TrainingLoop
-from rollart.errors import EnvError, GenerationError, WeightsError, WorkerDied
+from rollart.errors import EnvError, GenerationError, WeightsError, WeightsLost, WorkerDied
 from rollart.types import (
     EngineStats,
     EnvReply,
@@ -51,9 +51,17 @@ def share(text: str) -> float:
 
 @dataclass
 class FakeStore:
-    """Published versions."""
+    """Published versions. Those in `lost` cannot be read before they are rescued."""
 
     versions: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+
+    def check(self, version: int) -> None:
+        """Raises unless it can be read."""
+        if version not in self.versions:
+            raise WeightsError(f"version {version} was not published")
+        if version in self.lost:
+            raise WeightsLost(f"version {version} is out of reach")
 
 
 class FakeInference:
@@ -70,11 +78,13 @@ class FakeInference:
         self.version = -1
         self.parameter_infos = PARAMETERS
         self.logprob_shift = 0.0
+        self.update_s = 0.2
+        self.keeps_its_weights = False
         self.dead = ""
         self.failing: Callable[[GenRequest], bool] = lambda request: False
         self.requests: list[GenRequest] = []
         self.aborted: list[str] = []
-        self.released: list[str] = []
+        self.releases: list[list[str]] = []
         self.in_flight: set[str] = set()
         self.updates: list[tuple[float, int]] = []
         self.prefetched: list[int] = []
@@ -111,7 +121,12 @@ class FakeInference:
         self.aborted += request_ids
 
     async def release(self, trajectory_ids: list[str]) -> None:
-        self.released += trajectory_ids
+        self._alive()
+        self.releases.append(trajectory_ids)
+
+    @property
+    def released(self) -> list[str]:
+        return [each for ids in self.releases for each in ids]
 
     @property
     def is_suspended(self) -> bool:
@@ -123,15 +138,17 @@ class FakeInference:
 
     async def prefetch(self, version: int) -> None:
         self._alive()
+        self._store.check(version)
         self.prefetched.append(version)
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> int:
         self._alive()
-        if version not in self._store.versions:
-            raise WeightsError(f"version {version} was not published")
-        await asyncio.sleep(0.2)
-        self.version = version
+        self._store.check(version)
+        await asyncio.sleep(self.update_s)
+        if not self.keeps_its_weights:
+            self.version = version
         self.updates.append((asyncio.get_running_loop().time(), version))
+        return self.version
 
     async def resume(self) -> None:
         self._alive()
@@ -150,6 +167,14 @@ class FakeInference:
         now = asyncio.get_running_loop().time()
         busy_s = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
         return EngineStats(version=self.version, busy_s=busy_s)
+
+    async def stop(self) -> None:
+        self.dead = "stopped"
+
+    def die(self) -> None:
+        """Also what is suspended then ends."""
+        self.dead = "killed"
+        self._going.set()
 
     def _alive(self) -> None:
         if self.dead:
@@ -253,6 +278,8 @@ class FakeTrainer:
         self.batches: list[TrainBatch] = []
         self.spans: list[tuple[float, float]] = []
         self.version = 0
+        self.rescued: list[int] = []
+        self.can_rescue = True
         self.fail_at = -1
         self.parameter_infos = PARAMETERS
         self._store = store
@@ -273,6 +300,12 @@ class FakeTrainer:
         await asyncio.sleep(0.1)
         self._store.versions.add(version)
         return WeightManifest(version, (), ())
+
+    async def rescue(self, version: int) -> None:
+        assert version == self.version, "the trainer has other weights by now"
+        self.rescued.append(version)
+        if self.can_rescue:
+            self._store.lost.discard(version)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         return [-1.0 - self.version for _ in tokens[1:]]
@@ -380,7 +413,7 @@ class FakeRun:
     ) -> None:
         self.tasks = tasks or {"maze": TaskSpec("maze")}
         self.config = _config(self.tasks, options)
-        store = FakeStore()
+        self.store = store = FakeStore()
         self.env = env or FakeEnv()
         self.engines = [FakeInference(store, f"inference-{n}", token_s, num_tokens) for n in range(num_workers)]
         self.trainer = FakeTrainer(store, train_s)
@@ -390,6 +423,7 @@ class FakeRun:
         self.supervisor = Supervisor([self.worker])
         self.background = Background()
         self.proxy = LLMProxy(self.engines, background=self.background)
+        self.proxy.on_workers = self.ledger.clock.engines
         self.reward = reward
         services = Services(
             self.env,

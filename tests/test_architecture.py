@@ -46,6 +46,7 @@ def test_every_module_keeps_to_its_layer() -> None:
         ("rewards/extra.py", "def f():\n    import torch\n", "rollart.rewards.extra -> torch"),
         ("control/extra.py", "import rollart.data\n", "rollart.control.extra -> rollart.data"),
         ("errors.py", "import rollart.config\n", "rollart.errors -> rollart.config"),
+        ("data/extra.py", "def f():\n    import vllm\n", "rollart.data.extra -> vllm"),
         ("utils.py", "", "utils"),
     ],
 )

@@ -160,14 +160,24 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   slots         24 groups admitted",
         "#   in flight     at most 216 trajectories (24 groups of 8 + 1)",
         "#   buffer        at most 24 finished groups",
+        "#   in memory     at most 24 groups, with those in training",
         "#   batch         16 groups x 8 = 128 trajectories",
         "#   mini-batches  1 per batch, of 16 groups",
         "#   sampling      temperature 1, top_p 1, no top_k",
         "#   pools         CPU: 2 x CPU (cpu, 64 workers each)",
         "#   workers       actor_train 1 on CPU, actor_gen 1 on CPU, environment 1 on CPU, reward 1 on CPU",
+        "#   prefill       every inference worker reads its own prompts",
         "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
+
+
+def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml, "rollout.free_slots=train_start"], FakeParts()) == 0
+    output = capsys.readouterr().out
+    assert "#   slots         32 groups admitted and not yet in training, dropped or aborted" in output
+    assert "#   in flight     at most 256 trajectories (32 groups of 8)" in output
+    assert "#   in memory     at most 48 groups, with those in training" in output
 
 
 def test_check_says_how_the_trainer_is_laid_out(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +205,11 @@ def test_check_says_where_trajectories_are_managed(
 ) -> None:
     assert main(["check", toml, "rollout.shard_trajectories=50", word], FakeParts()) == 0
     assert f"#   shards        {line}" in capsys.readouterr().out
+
+
+def test_check_says_who_reads_prompts(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml, "roles.prefill.workers=2", "roles.actor_gen.workers=3"], FakeParts()) == 0
+    assert "#   prefill       apart: 2 on CPU read prompts, 3 on CPU decode" in capsys.readouterr().out
 
 
 def test_tasks_lists_options_with_types_defaults_and_docs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollart import toml
-from rollart.config import Config, from_dict, layout, limits, load, parse, serverless_of, to_toml
+from rollart.config import (
+    ENGINE_KEYS,
+    Config,
+    from_dict,
+    layout,
+    limits,
+    load,
+    parse,
+    server_urls,
+    serverless_of,
+    to_toml,
+)
 from rollart.errors import ConfigError
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
@@ -78,6 +89,9 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("=3", "override '=3': write it as section.key=value"),
         ("a..b=3", "override 'a..b=3': write it as section.key=value"),
         ("seed.x=3", "seed: expected a whole number"),
+        ("engine=vlm", "engine: 'vlm' is not a choice; did you mean 'vllm'?"),
+        ("engine_options.slots=3", "engine_options.slots: follows from rollout.engine_slots; set that instead"),
+        ("engine=http", 'engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]'),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(override: str, line: str) -> None:
@@ -129,13 +143,28 @@ def test_combinations_that_cannot_work_say_what_would() -> None:
     assert "'reinforce_pp'" in complaint("rollout.group_size=1")
     assert "lower the first or raise the second" in complaint("tasks.frozenlake.max_tokens=2000")
     assert "every weight is 0" in complaint("tasks.frozenlake.weight=0")
+    for schedule in ("sync", "sync_plus", "one_off"):
+        text = complaint("rollout.free_slots=train_start", f"schedule={schedule}")
+        assert f"schedule '{schedule}' admits a batch at a time; take 'train_end', or schedule 'rollart'" in text
+    assert complaint("weights.replicas=2").startswith("weights.replicas: only read with weights.store = 'mooncake'")
+    assert "weights.master: 'here' is not of the form host:port" in complaint(
+        "weights.store=mooncake", "weights.master=here"
+    )
 
 
 def test_a_fractional_alpha_rounds_the_slots_up() -> None:
     derived = limits(parse(BASE, ["alpha=0.5", "rollout.groups_per_batch=5", "rollout.extra_groups=2"]))
     assert derived.slots == 8 + 2
     assert derived.trajectories_in_flight == 10 * 8
+    assert derived.groups_in_memory == 10
     assert derived.trajectories_per_batch == 40
+
+
+def test_slots_that_are_free_when_training_starts_keep_one_more_batch_in_memory() -> None:
+    words = ["rollout.free_slots=train_start", "rollout.groups_per_batch=5", "rollout.extra_groups=2"]
+    derived = limits(parse(BASE, words))
+    assert (derived.slots, derived.buffer_groups, derived.groups_in_memory) == (12, 12, 17)
+    assert derived.trajectories_in_flight == 12 * 8
 
 
 @pytest.mark.parametrize("name", ["missing.toml", "."])
@@ -176,8 +205,17 @@ CONFIG = st.builds(
     Config,
     seed=st.integers(-(2**63), 2**63 - 1),
     alpha=st.none() | st.floats(0.001, 1000),
+    engine_options=st.dictionaries(TEXT.filter(lambda name: name not in ENGINE_KEYS), PLAIN, max_size=3),
     tasks=st.dictionaries(st.text(min_size=1, max_size=12), TASK, min_size=1, max_size=3),
 )
+
+
+def test_every_server_is_named_once() -> None:
+    urls = ["http://a:1", "http://b:1"]
+    config = parse(BASE, ["engine=http", f"engine_options.urls={urls}"])
+    assert server_urls(config) == urls
+    assert server_urls(parse(BASE, [f"engine_options.urls={urls}"])) == []
+    assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
 
 
 @given(CONFIG)
@@ -250,6 +288,7 @@ def test_a_serverless_table_belongs_to_a_task_or_to_all():
 
 
 FSDP = ("trainer=fsdp2", "roles.actor_train.workers=4")
+MEGATRON = ("trainer=megatron", "roles.actor_train.workers=8")
 BFLOAT16 = ("train.precision=bfloat16", "train.canary_tolerance=0.1")
 
 
@@ -261,9 +300,9 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
     assert shown(*FSDP) == "4 ranks = 4 data"
     assert shown("trainer=fsdp2", "roles.actor_train.workers={ H800 = 2, H20 = 2 }") == "4 ranks = 4 data"
     assert shown(*FSDP, "train.tensor_parallel=2") == "4 ranks = 2 data x 2 tensor"
-    megatron = ("trainer=megatron", "roles.actor_train.workers=8", "train.megatron={ pipeline_parallel = 2 }")
-    assert shown(*megatron, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
-    assert shown(*megatron[:2], "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
+    stages = "train.megatron={ pipeline_parallel = 2 }"
+    assert shown(*MEGATRON, stages, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
+    assert shown(*MEGATRON, "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
 
 
 @pytest.mark.parametrize(
@@ -283,10 +322,21 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
         ((*FSDP, "train.megatron.pipeline_parallel=2"), "train.megatron: trainer 'fsdp2' does not look at it; take"),
         (
             ("trainer=megatron", "roles.actor_train.workers=4", "train.megatron.expert_parallel=3"),
-            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers",
+            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers; take 2",
+        ),
+        (
+            (*MEGATRON, "train.megatron={ pipeline_parallel = 2, context_parallel = 3 }"),
+            "roles.actor_train.workers: 8 do not divide into groups of 6 that hold the model together "
+            "(train.tensor_parallel, train.megatron); take a multiple of 6, such as 6",
         ),
         ((*FSDP, "train.tensor_parallel=2", "train.lora.r=4"), "train.lora: not together with train.tensor_parallel"),
         (("train.lora.r=4", "train.lora.targets=[]"), "train.lora.targets: no layer is adapted; name some, such as"),
+        (("engine=vllm", "train.lora.r=4"), "train.lora: engine 'vllm' takes whole weights; take 'embedded', or r = 0"),
+        (
+            ("engine=http", 'engine_options.urls=["http://a:1"]', "train.lora.r=4"),
+            "train.lora: engine 'http' takes whole weights; take 'embedded', or r = 0",
+        ),
+        (("engine_options.lora={ r = 4 }",), "engine_options.lora: follows from train.lora; set that instead"),
         (("trainer=megatron", "train.lora.r=4"), "train.lora: trainer 'megatron' trains all weights; take trainer"),
         (("trainer=fsdp",), "trainer: 'fsdp' is not a choice; did you mean 'fsdp2'?"),
     ],

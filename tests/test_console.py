@@ -100,6 +100,11 @@ def test_the_picture_fits_its_terminal(width: int) -> None:
             {"nothing_running": 10.0},
             "The trainer waits 100% of the time, mostly because the batch is not ready: no trajectory is running.",
         ),
+        (
+            {"no_engine": 10.0},
+            "The trainer waits 100% of the time, mostly because the batch is not ready: trajectories wait for an "
+            "inference worker, and there is none.",
+        ),
         ({"earthquake": 5.0}, "The trainer waits 50% of the time, mostly because of earthquake."),
         ({"generate": 0.1}, "The trainer waits for nothing."),
         ({}, "The trainer waits for nothing."),
@@ -116,6 +121,11 @@ def test_a_sentence_says_why_the_trainer_waits(waits: dict[str, float], sentence
         (
             {"training": 6.0},
             "The engines wait 60% of the time, mostly because every slot is taken by groups that wait for training.",
+        ),
+        (
+            {"no_engine": 10.0, "step": 1.0},
+            "The engines wait 100% of the time, mostly because there is no inference worker: none has started yet, or "
+            "none is left.",
         ),
         ({"weights": 1.0}, "The engines wait 10% of the time, mostly because they are loading new weights."),
         ({}, "The engines wait for nothing."),

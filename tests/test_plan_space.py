@@ -51,7 +51,8 @@ def test_the_grid_begins_with_the_config_and_holds_every_kind_of_change() -> Non
     grid = space().grid()
     assert grid[0] == given(made())
     assert len(set(grid)) == len(grid)
-    for name in ("devices", "trainer", "tensor_parallel", "affinity", "prefill", "extra_groups", "extra_members"):
+    varied = ("devices", "trainer", "tensor_parallel", "affinity", "prefill", "extra_groups", "extra_members")
+    for name in (*varied, "free_slots"):
         assert len({getattr(choice, name) for choice in grid}) > 1, name
     assert {choice.affinity for choice in grid} >= {
         "auto",
@@ -111,6 +112,7 @@ def test_kinds_of_change_are_told_apart_and_a_split_is_one_with_the_mix() -> Non
         "prefill",
         "extra_groups",
         "extra_members",
+        "free_slots",
         "engine_slots",
         "alpha",
     }
@@ -131,6 +133,19 @@ def test_other_schedules_come_only_when_asked_for() -> None:
     choices = around(space(schedules=("areal", "one_off", "sync_plus")))
     assert {choice.schedule for choice in choices} == {"rollart", "areal", "one_off", "sync_plus"}
     assert all((choice.alpha is None) == (choice.schedule in ("one_off", "sync_plus")) for choice in choices)
+
+
+def test_slots_are_free_when_training_starts_only_where_admission_is_continuous() -> None:
+    where = space(made("rollout.free_slots=train_start"), schedules=("areal", "one_off", "sync_plus"))
+    found = {(choice.schedule, choice.free_slots) for choice in around(where)}
+    assert found == {
+        ("rollart", "train_start"),
+        ("rollart", "train_end"),
+        ("areal", "train_start"),
+        ("areal", "train_end"),
+        ("one_off", "train_end"),
+        ("sync_plus", "train_end"),
+    }
 
 
 def test_a_config_that_alternates_has_no_alpha_to_raise() -> None:

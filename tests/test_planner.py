@@ -210,20 +210,36 @@ def test_the_reason_says_when_other_trajectories_are_trained_on() -> None:
 def test_changes_are_told_one_by_one() -> None:
     before, after = (
         given(made()),
-        given(made("affinity=auto", "alpha=2", "pools.H20.count=40", "rollout.extra_groups=2")),
+        given(
+            made(
+                "affinity=auto",
+                "alpha=2",
+                "pools.H20.count=40",
+                "rollout.extra_groups=2",
+                "rollout.free_slots=train_start",
+            )
+        ),
     )
     assert changes(before, after) == [
         "devices: 32 H800 + 32 H20 -> 32 H800 + 40 H20",
         "alpha: 1 -> 2",
         "affinity: none -> by measurement",
         "extra groups: 0 -> 2",
+        "slots freed at: its end -> the start of training",
     ]
     assert changes(before, before) == []
 
 
 def test_a_choice_makes_a_config_that_makes_the_choice() -> None:
     config = made()
-    for override in ("affinity=auto", "alpha=2", "schedule=areal", 'simulate.prefill="H20"', "rollout.on_target=keep"):
+    for override in (
+        "affinity=auto",
+        "alpha=2",
+        "schedule=areal",
+        'simulate.prefill="H20"',
+        "rollout.on_target=keep",
+        "rollout.free_slots=train_start",
+    ):
         choice = given(made(override))
         assert given(configured(config, given(config), choice)) == choice
     assert configured(config, given(config), given(config)) is config

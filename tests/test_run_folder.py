@@ -69,11 +69,13 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory("g1-m0", "g1", "frozenlake", 11, **values)  # type: ignore[arg-type]
 
 
-def test_a_new_run_writes_its_config_and_becomes_the_latest(tmp_path: Path) -> None:
+def test_a_new_run_writes_its_config_and_becomes_the_latest_when_it_has_begun(tmp_path: Path) -> None:
     wanted = config(tmp_path, "steps=7")
     command = ["rollart", "train", "configs/quick.toml", "log.name=a\nb"]
     with RunFolder.create(wanted, command, clock=lambda: 0.0) as folder:
         assert folder.path.name.startswith("quick-1")
+        assert not (tmp_path / "latest").is_symlink()
+        folder.become_latest()
         assert (tmp_path / "latest").resolve() == folder.path
         assert os.readlink(tmp_path / "latest") == folder.path.name
         assert resolved_config(tmp_path / "latest") == wanted
@@ -87,7 +89,9 @@ def test_two_runs_started_in_the_same_second_get_folders_of_their_own(tmp_path: 
         RunFolder.create(config(tmp_path), ["x.toml"], clock=lambda: 0.0) as second,
     ):
         assert second.path.name == f"{first.path.name}-2"
-        assert (tmp_path / "latest").resolve() == second.path
+        for folder in (first, second):
+            folder.become_latest()
+            assert (tmp_path / "latest").resolve() == folder.path
 
 
 def test_a_run_is_named_in_utf8_whatever_the_bytes_of_its_configs_name(tmp_path: Path) -> None:
@@ -113,10 +117,17 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
         RunFolder.create(config(tmp_path / "file" / "runs"), [])
 
 
+def test_a_disk_that_is_full_when_a_run_starts_is_a_clear_error_and_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"log\.folder '.*': OSError: .*No space left on device"):
+        RunFolder.create(config(tmp_path), [], opener=Disk(free=3))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_latest_that_is_a_real_folder_is_left_alone_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     warnings: list[str] = []
     with RunFolder.create(config(tmp_path), [], warn=warnings.append) as folder:
+        folder.become_latest()
         assert "cannot point at" in warnings[0]
         assert folder.problems == warnings
     assert not [path for path in tmp_path.iterdir() if path.is_symlink()]

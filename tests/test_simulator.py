@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from rollart.config import Config, parse
 from rollart.data.simulated.profile import Profile, Spread, TaskProfile, load_profile
+from rollart.data.simulated.timeline import Timeline
 from rollart.errors import ConfigError, RollartError, RunFolderError, WorkerDied
 from rollart.schedule import SCHEDULES
 from rollart.simulation import Simulation, to_json
@@ -276,10 +277,50 @@ def test_a_fault_of_what_is_not_there_is_a_mistake(fault: str, reason: str) -> N
 
 
 # --------------------------------------------------------------------------------------------------- prefill elsewhere
-def test_prefill_on_devices_of_its_own_takes_part() -> None:
-    found = result("simulate.prefill=H800")
+@pytest.mark.parametrize(
+    "affinity", ["affinity={}", "affinity=auto", "affinity={gem_math='H20'}", "affinity={default='H20'}"]
+)
+def test_devices_that_only_prefill_decode_nothing_whatever_the_affinity(affinity: str) -> None:
+    timeline = Timeline()
+    found = simulate(made("simulate.prefill=H800", affinity), timeline)
+    events = timeline.to_chrome()["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    done: dict[str, set[str]] = {"H800": set(), "H20": set()}
+    for each in events:
+        if each["ph"] == "X" and (engine := tracks[each["tid"]]).startswith("inference"):
+            done[found.resources[engine]].add(each["name"])
+    assert done == {"H800": {"prefill"}, "H20": {"decode"}}
+
+
+def test_devices_that_only_prefill_do_everything_once_no_others_are_left() -> None:
+    found = result("simulate.prefill=H800", 'simulate.faults=[{at_s=20,pool="H20"}]', "pools.H20.compatible=[]")
+    assert len(found.step_times) == 3
+    assert "H20" not in found.resources.values()
     assert found.utilisation["actor_gen H800"] > 0
-    assert found.utilisation["actor_gen H20"] > 0
+
+
+def test_training_that_a_run_measured_needs_no_figures_of_its_device() -> None:
+    on_cpu = ("roles.actor_train.device_class=CPU", "roles.actor_train.devices=1")
+    found = result(*on_cpu, profile=replace(load_profile("paper"), train_s_per_token=1e-4))
+    assert found.breakdown["training"] > 0
+    assert "device class 'CPU' has no figures" in complaint(*on_cpu)
+
+
+def test_the_table_of_a_real_run_says_the_same() -> None:
+    named = result("roles.actor_gen.workers={H20=8,H800=4}", "simulate.prefill=H800")
+    assert result("roles.actor_gen.workers={H20=8}", "roles.prefill.workers={H800=4}") == named
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["simulate.prefill=H800"], "simulate.prefill: the table roles.prefill says who reads; keep one of them"),
+        (["roles.prefill.device_class=H20"], "roles.prefill: it is on H20, actor_gen on H20; a simulated run reads on"),
+        (["roles.prefill.devices=2"], "roles.prefill.devices: in a simulated run as many as roles.actor_gen.devices"),
+    ],
+)
+def test_what_only_a_real_run_can_do_is_told(words: list[str], reason: str) -> None:
+    assert reason in complaint("roles.actor_gen.workers={H20=4}", "roles.prefill.workers=1", *words)
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
@@ -295,6 +336,7 @@ def test_prefill_on_devices_of_its_own_takes_part() -> None:
         ("pools.H20.count=0", "pools.H20.count: a simulated pool says how many devices it has"),
         ("pools.H800.count=1", "ask for fewer workers or devices"),
         ("simulate.prefill=H20", "all workers of actor_gen are on 'H20', and none decodes"),
+        ("affinity={webshop='H800'}", "affinity.webshop: class 'H800' only prefills (simulate.prefill)"),
         ("pools.H20.device_class=B900", "B900"),
         ("simulate.model=Qwen3-32B", "take at least 2 devices for an engine"),
     ],
@@ -302,6 +344,7 @@ def test_prefill_on_devices_of_its_own_takes_part() -> None:
 def test_a_mistake_is_one_line_that_names_it(word: str, reason: str) -> None:
     engines = {"pools.H20.device_class=B900": "{H800=4,B900=8}", "simulate.prefill=H20": "{H20=8}"}
     words = [f"roles.actor_gen.workers={engines[word]}"] if word in engines else []
+    words += ["simulate.prefill=H800"] if "only prefills" in reason else []
     assert reason in complaint(word, *words)
 
 

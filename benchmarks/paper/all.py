@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from common import HERE, Row, Settings, add_settings, chosen, environment, figure, flat
@@ -28,9 +29,20 @@ EXPERIMENTS = (
 )
 
 
+def _experiment(name: str) -> Callable[[Settings], list[Row]]:
+    """Of the script beside this one, whatever else has its name."""
+    spec = importlib.util.spec_from_file_location(f"paper_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    experiment: Callable[[Settings], list[Row]] = module.experiment
+    return experiment
+
+
 def _run(name: str, settings: Settings) -> tuple[str, list[Row], float]:
     began = time.monotonic()
-    rows: list[Row] = importlib.import_module(name).experiment(settings)
+    rows: list[Row] = _experiment(name)(settings)
     return name, rows, time.monotonic() - began
 
 
@@ -46,9 +58,11 @@ def main() -> None:
     settings = chosen(arguments)
     found = _kept(arguments.json, arguments.only)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        for name, rows, seconds in pool.map(_run, arguments.only, [settings] * len(arguments.only)):
+        for done in as_completed([pool.submit(_run, name, settings) for name in arguments.only]):
+            name, rows, seconds = done.result()
             found[name] = rows
-            arguments.json.write_text(json.dumps(found | {"_": environment()}, indent=2) + "\n", encoding="utf-8")
+            ordered = {each: found[each] for each in EXPERIMENTS if each in found}
+            arguments.json.write_text(json.dumps(ordered | {"_": environment()}, indent=2) + "\n", encoding="utf-8")
             publish(f"paper/{name}", [flat(row) for row in rows], {"seconds_to_simulate": seconds})
             figure(name, rows, arguments.figures / f"{name}.png")
     print(f"wrote {arguments.json} and {arguments.figures}", file=sys.stderr)

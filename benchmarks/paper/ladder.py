@@ -3,10 +3,13 @@
 Baselines run on 128 H800, RollArt on 96 H800 and 32 H20, which cost 16 % less. Throughput is prompt and response tokens
 of the trained batch per second.
 
-`ours` is RollArt at the paper's cost, the best of a handful of variants around what `rollart plan` points to (training
-on more devices): 64 instead of 32 H800 train (`split`, that alone), and 16 more groups than a batch needs are kept in
-flight (`rollout.extra_groups`, `on_target = "keep"`: none is aborted for being late, and alpha is the same), so that a
-batch waits less for a long trajectory.
+The rows after it are RollArt's at RollArt's cost, with the same alpha, by policies of our own:
+
+    early_slots        the paper's split; a batch's slots are free as its training starts (`rollout.free_slots`)
+    early_slots_paced  and as many groups more in flight as spare the trainer its wait (`rollout.extra_groups = "auto"`)
+    split              64 instead of 32 H800 train, and no other policy than the paper's
+    ours               the split, with up to 16 late groups kept instead of aborted
+    ours_early         the split, with early slots and paced; what is best on one model can be the worst on another
 """
 
 from __future__ import annotations
@@ -22,11 +25,17 @@ STEPS = (
     ("areal", "one_off", [1.03, 1.06]),
     ("rollart", "areal", [1.22, 1.36]),
     ("rollart", "sync", [2.65, 4.58]),
+    ("early_slots", "rollart", None),
+    ("early_slots_paced", "rollart", None),
     ("split", "rollart", None),
     ("ours", "rollart", None),
+    ("ours_early", "rollart", None),
+    ("ours_early", "split", None),
 )
 SPLIT = {"H800": 64}
-OURS = {"rollout__extra_groups": 16, "rollout__on_target": "keep"}
+EARLY = {"rollout__free_slots": "train_start"}
+KEPT = {"rollout__extra_groups": 16, "rollout__on_target": "keep"}
+PACED = {"rollout__extra_groups": "auto"}
 
 
 def experiment(settings: Settings) -> list[Row]:
@@ -41,8 +50,14 @@ def rungs(settings: Settings) -> list[Row]:
     for schedule in ("sync", "sync_plus", "one_off", "areal", "rollart"):
         where = settings if schedule == "rollart" else homogeneous(settings, sum(settings.pools.values()))
         found[schedule] = run(config(where, schedule))
-    other = replace(settings, train=SPLIT)
-    found |= {"split": run(config(other, "rollart")), "ours": run(config(other, "rollart", **OURS))}
+    split = replace(settings, train=SPLIT)
+    found |= {
+        "early_slots": run(config(settings, "rollart", **EARLY)),
+        "early_slots_paced": run(config(settings, "rollart", **EARLY, **PACED)),
+        "split": run(config(split, "rollart")),
+        "ours": run(config(split, "rollart", **KEPT)),
+        "ours_early": run(config(split, "rollart", **EARLY, **PACED)),
+    }
     ratios: list[Row] = [
         {
             "model": settings.model,

@@ -2,8 +2,9 @@
 
 Real: `rollart train` as a user calls it, with engines that keep to the pace of an H800 and an H20 (`engine =
 "emulated"`: real generation of a tiny model, slowed down to the roofline of an 8B model), environments that really
-sleep, real training, wall clock. Simulated: `rollart profile` turns one of these runs (RollArt's) into a profile, and
-`rollart simulate` runs the same config with it, for every schedule. Nothing else passes from one to the other.
+sleep, real training, wall clock. Simulated: `rollart profile` turns one of these runs (that of Sync+, which aborts
+nothing, so that its trajectories stand for all) into a profile, and `rollart simulate` runs the same config with it,
+for every schedule. Nothing else passes from one to the other.
 
 The figure is seconds per step, without the first ones. `error` is simulated over real, minus 1; the aim is within 15 %
 for every schedule, and the same order.
@@ -84,7 +85,7 @@ episodes = 1
 folder = "{folder}"
 name = "{schedule}"
 trajectories_every = 1
-trajectories = 1000
+trajectories = 64
 checkpoint_every = 0
 tensorboard = false
 """
@@ -126,7 +127,7 @@ def main() -> None:
         folder = Path(place)
         runs = {schedule: real(schedule, steps, folder) for schedule in SCHEDULES}
         profile = folder / "profile.toml"
-        _rollart("profile", str(folder / "rollart"), "--out", str(profile))
+        _rollart("profile", str(folder / "sync_plus"), "--out", str(profile))
         rows = []
         for schedule, (config, seconds) in runs.items():
             measured = statistics.mean(seconds[WARMUP:])

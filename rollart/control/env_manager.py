@@ -250,7 +250,7 @@ class EnvManager:
             )
         if not _is_number(reply.reward):
             raise EnvError(f"task {self._task.name!r} gave the reward {reply.reward!r}, not a finite number")
-        self.trajectory.info = reply.info
+        self.trajectory.info = {**self.trajectory.info, **reply.info}
         return reply
 
     async def _score(self) -> float:

@@ -4,16 +4,33 @@ A group runs `group_size + extra_members` members; the first `group_size` that f
 redundant. A member that fails or grows stale runs again inside its group; a group that can no longer be completed is
 dropped whole.
 
-Invariants, asserted by `check()`: every admitted group ends exactly once, as trained, dropped or aborted; a slot is
-held from admission to that end and never longer; no trajectory id is used twice; nothing is trained twice.
+A group is running, ready (complete), taken (in a batch that `get_batch` gave) and training, in this order. Its slot is
+held from admission until it is dropped, aborted or trained, or only until its training starts (`held_until`).
 
-Why nothing is born stale (paper section 5), counting batches from 0. Let T batches be trained when a group is admitted.
-Slots are freed by training, so it is one of at most (alpha + 1) x B untrained groups, and in FIFO order it is consumed
-in batch T + alpha at the latest. Batch k is taken while the workers hold version k - 1 (the update to version k
-follows `get_batch`; where rollout and training alternate they hold k, and alpha is 0). So it is consumed at version
-T + alpha - 1 at most. It started under version T - 1 at least, because T - 1 updates came before T batches were
-trained. Its age is at most (T + alpha - 1) - (T - 1) = alpha. Groups that are overtaken, and the redundant ones beyond
-those slots, can grow stale; `updated` finds them.
+Invariants, asserted by `check()`: every admitted group ends exactly once, as trained, dropped or aborted; the slots
+held are those of the groups that are there, but for those in training where these hold none, and never more than all;
+one batch is in training at a time; no trajectory id is used twice; nothing is trained twice.
+
+Why nothing is born stale (paper section 5), counting batches from 0. Batch k is taken while the workers hold version
+k - 1 (0 for the first). Then they are updated to version k, and then its training starts. Let a group be admitted when
+the slots of R batches, 0 to R - 1, are free.
+
+    born       The update to version R - 1 came before the training of batch R - 1 started, and so before its slots were
+               free: the group starts under version R - 1 at least.
+    consumed   It is one of at most (alpha + 1) x B groups that hold a slot, all of them for batch R or later. In FIFO
+               order it is in batch R + alpha at the latest, which is taken at version R + alpha - 1.
+
+So its age is at most alpha. The proof asks only that the training of a batch starts after its update, so both values of
+`held_until` have this bound: no update lies between start and end of a training. Of a fractional alpha, the last
+ceil(fraction x B) of those groups may be one batch later and one version older, which is the quota of `Staleness` (up
+to rounding). Where rollout and training alternate, a batch is admitted after an update and consumed before the next:
+its age is 0.
+
+A run that resumes with batch k in hand holds version k before it admits anything. Batch k holds its slots then, as no
+training runs when a checkpoint is written, and is trained first: R = k, and after that R = k + 1, as above. Without a
+batch in hand batch k is taken one version later than before, and what is then too old is found by `updated`, as are
+groups that were overtaken and the redundant ones beyond those slots. A train_step that fails ends the run, so that
+nothing is born after it; one that began is finished when a run is to stop.
 
 What it leaves out: tasks of asyncio, the data order, and how ready groups are chosen (`sample_buffer.py`).
 """
@@ -30,6 +47,7 @@ from rollart.control.staleness import Staleness
 from rollart.types import ABORTED, FAILED, Group, GroupSpec, StopReason, Trajectory
 
 Outcome = Literal["trained", "dropped", "aborted"]
+State = Literal["running", "ready", "taken", "training"]
 
 
 # ---------------------------------------------------------------------------------------------------- instructions
@@ -78,6 +96,7 @@ class GroupRules(Struct, frozen=True):
     """What the book must know of a run. `max_replaced`: zero-variance groups replaced per batch.
 
     `recheck_running`: running members that are too old are found at every update (`Schedule.recheck == "turn"`).
+    `held_until`: when at the latest a group gives back its slot (`rollout.free_slots`).
     """
 
     slots: int
@@ -87,6 +106,7 @@ class GroupRules(Struct, frozen=True):
     member_retries: int = 2
     max_replaced: int = 0
     recheck_running: bool = True
+    held_until: Literal["train_start", "train_end"] = "train_end"
 
 
 class _Member(Struct):
@@ -106,7 +126,12 @@ class _Member(Struct):
 class _Entry(Struct):
     spec: GroupSpec
     members: list[_Member]
-    state: Literal["running", "ready", "training"] = "running"
+    state: State = "running"
+
+    @property
+    def live(self) -> bool:
+        """Neither in a batch, nor over."""
+        return self.state in ("running", "ready")
 
     def finished(self) -> list[Trajectory]:
         return [member.trajectory for member in self.members if member.trajectory is not None]
@@ -143,13 +168,20 @@ class GroupBook:
         self._entries: dict[str, _Entry] = {}
         self._running: dict[str, tuple[_Entry, _Member]] = {}
         self._replaced = 0
+        self._num_taken = 0
         self._num_training = 0
 
     # ----------------------------------------------------------------------------------------------------- queries
     @property
     def free_slots(self) -> int:
         """Groups that may be admitted now."""
-        return max(0, self.rules.slots - self.held_back - len(self._entries))
+        return max(0, self.rules.slots - self.held_back - self.slots_held)
+
+    @property
+    def slots_held(self) -> int:
+        """Slots that groups hold."""
+        freed = self._num_training if self.rules.held_until == "train_start" else 0
+        return len(self._entries) - freed
 
     @property
     def num_running(self) -> int:
@@ -158,19 +190,19 @@ class GroupBook:
 
     @property
     def num_training(self) -> int:
-        """Groups that the trainer has."""
-        return self._num_training
+        """Groups that the trainer has, or will have next."""
+        return self._num_taken + self._num_training
 
     @property
     def num_live(self) -> int:
         """Groups that run or are ready."""
-        return len(self._entries) - self._num_training
+        return len(self._entries) - self.num_training
 
     def open_specs(self) -> list[GroupSpec]:
         """Groups that are not complete, in order of admission."""
         return [entry.spec for entry in self._entries.values() if entry.state == "running"]
 
-    def groups(self, state: Literal["ready", "training"]) -> list[Group]:
+    def groups(self, state: Literal["ready", "taken", "training"]) -> list[Group]:
         """Complete groups in that state, in order of admission."""
         return [Group(entry.spec, entry.finished()) for entry in self._entries.values() if entry.state == state]
 
@@ -199,7 +231,7 @@ class GroupBook:
 
     def updated(self, version: int) -> list[Instruction]:
         """The workers hold a new version: re-run the members, and drop the ready groups, that are too old for it."""
-        live = sorted((entry for entry in self._entries.values() if entry.state != "training"), key=_Entry.preference)
+        live = sorted((entry for entry in self._entries.values() if entry.live), key=_Entry.preference)
         stale = self.rules.staleness.stale((entry.spec.group_id, entry.age(version)) for entry in live)
         return [each for group_id in stale for each in self._stale(self._entries[group_id], version)]
 
@@ -208,14 +240,23 @@ class GroupBook:
         return self._end(self._find(group, "ready"), "dropped", "stale", requeue=True)
 
     def taken(self, groups: Iterable[Group]) -> None:
-        """A batch goes to the trainer; the next batch may replace zero-variance groups again."""
+        """They are the trainer's next batch; the one after it may replace zero-variance groups again."""
         for group in groups:
-            self._find(group, "ready").state = "training"
-            self._num_training += 1
+            self._find(group, "ready").state = "taken"
+            self._num_taken += 1
         self._replaced = 0
 
+    def training(self, groups: Iterable[Group]) -> None:
+        """Their train_step starts, under the weights that all workers hold by now."""
+        if self._num_training:
+            _broken(f"a batch is to be trained while {self._num_training} groups are in training")
+        for group in groups:
+            self._find(group, "taken").state = "training"
+            self._num_taken -= 1
+            self._num_training += 1
+
     def trained(self, groups: Iterable[Group]) -> None:
-        """train_step has consumed them: their slots are free."""
+        """train_step has consumed them."""
         for group in groups:
             entry = self._find(group, "training")
             del self._entries[entry.spec.group_id]
@@ -229,21 +270,21 @@ class GroupBook:
         return [each for entry in running[:surplus] for each in self._end(entry, "aborted", "redundant", requeue=False)]
 
     def abort_all(self) -> list[Instruction]:
-        """The run ends: abort everything that is not being trained."""
-        live = [entry for entry in self._entries.values() if entry.state != "training"]
+        """The run ends: abort everything that is in no batch."""
+        live = [entry for entry in self._entries.values() if entry.live]
         return [each for entry in live for each in self._end(entry, "aborted", "cancelled", requeue=False)]
 
-    def restore(self, counts: GroupCounts, ready: Sequence[Group], training: Sequence[Group]) -> None:
+    def restore(self, counts: GroupCounts, ready: Sequence[Group], taken: Sequence[Group]) -> None:
         """Enter groups that a checkpoint kept complete; those that were open are admitted anew by the caller."""
         self.counts = counts
         counts.admitted = sum(counts.ends.values())
-        for group in (*training, *ready):
+        for group in (*taken, *ready):
             members = [
                 _Member(n, each.trajectory_id, 0, each.start_version, each.num_generated_tokens, each)
                 for n, each in enumerate(group.trajectories)
             ]
             self._add(group.spec, _Entry(group.spec, members, "ready"))
-        self.taken(training)
+        self.taken(taken)
 
     # ------------------------------------------------------------------------------------------------------- inside
     @property
@@ -328,10 +369,11 @@ class GroupBook:
     # ------------------------------------------------------------------------------------------------------- check
     def check(self) -> None:
         """Assert the invariants of the module docstring."""
-        assert len(self._entries) <= self.rules.slots, f"slots leak: {len(self._entries)} of {self.rules.slots} taken"
+        states = Counter(entry.state for entry in self._entries.values())
+        assert (states["taken"], states["training"]) == (self._num_taken, self._num_training)
+        held = states.total() - (states["training"] if self.rules.held_until == "train_start" else 0)
+        assert held == self.slots_held <= self.rules.slots, f"slots leak: {held} of {self.rules.slots} are held"
         assert self.counts.admitted == sum(self.counts.ends.values()) + len(self._entries), "a group ended not once"
-        training = [entry for entry in self._entries.values() if entry.state == "training"]
-        assert len(training) == self._num_training
         for entry in self._entries.values():
             if entry.state != "running":
                 assert len(entry.finished()) == len(entry.members) == self.rules.group_size

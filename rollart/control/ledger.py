@@ -1,11 +1,13 @@
 """Where time goes, and how old what was trained is.
 
-`StageClock` counts trajectories by stage. While the trainer waits for a batch, every second is attributed to the stages
-of the running trajectories in proportion to their number, integrated at each change. `Ledger` adds the other waits, the
-histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
+`StageClock` counts trajectories by stage. While a batch is awaited and the trainer has nothing else to do, every second
+is attributed to the stages of the running trajectories in proportion to their number, integrated at each change. Where
+training overlaps rollout, the next batch is awaited while the trainer works: that is no wait. `Ledger` adds the other
+waits, the histograms of age and lag, aborted trajectories by cause, the length bias of redundancy, and overlap.
 
-Invariant: the seconds attributed to stages (and to `nothing_running`) add up to the time spent in `waiting_for_batch`.
-What it leaves out: storing and showing any of it.
+Invariant: the seconds attributed to stages (and to `nothing_running`, `no_engine`) add up to the time spent in
+`waiting_for_batch` without a train_step or another wait at the same time. What it leaves out: storing and showing any
+of it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from rollart.types import EngineStats, Trajectory
 
 STAGES = ("reset", "generate", "step", "score")
 IDLE = "nothing_running"
+NO_ENGINE = "no_engine"
+"""Trajectories generate, but there is no inference worker."""
 COUNTERS = ("ages", "lags", "aborted", "discarded")
 
 
@@ -30,10 +34,12 @@ class StageClock:
     def __init__(self) -> None:
         self.counts: dict[str, int] = dict.fromkeys(STAGES, 0)
         self.num_running = 0
-        self.waited_s: dict[str, float] = dict.fromkeys((*STAGES, IDLE), 0.0)
+        self.waited_s: dict[str, float] = dict.fromkeys((*STAGES, IDLE, NO_ENGINE), 0.0)
         self.rollout_waited_s = 0.0
+        self._has_engine = True
         self._batch_awaited = False
         self._training = False
+        self._num_other = 0
         self._since = 0.0
 
     def change(self, before: str | None, after: str | None) -> None:
@@ -56,6 +62,11 @@ class StageClock:
             self.counts[stage] += change
             self.num_running += change
 
+    def engines(self, number: int) -> None:
+        """So many inference workers are there from now on."""
+        self._integrate()
+        self._has_engine = number > 0
+
     def await_batch(self, waiting: bool) -> None:
         """The trainer begins or ends to wait for a batch."""
         self._integrate()
@@ -66,19 +77,25 @@ class StageClock:
         self._integrate()
         self._training = training
 
+    def other(self, change: int) -> None:
+        """One more wait of another cause than a batch, or (-1) one less."""
+        self._integrate()
+        self._num_other += change
+
     def _integrate(self) -> None:
         now = asyncio.get_running_loop().time()
         passed_s, self._since = now - self._since, now
         if self._training and not self.num_running:
             self.rollout_waited_s += passed_s
-        if not self._batch_awaited:
+        if not self._batch_awaited or self._training or self._num_other:
             return
         if not self.num_running:
             self.waited_s[IDLE] += passed_s
             return
         for stage, count in self.counts.items():
             if count:
-                self.waited_s[stage] += passed_s * count / self.num_running
+                cause = NO_ENGINE if stage == "generate" and not self._has_engine else stage
+                self.waited_s[cause] += passed_s * count / self.num_running
 
 
 class Ledger:
@@ -103,9 +120,11 @@ class Ledger:
         """Book the time inside as a wait: weights, suspended, evaluation, checkpoint."""
         loop = asyncio.get_running_loop()
         begin = loop.time()
+        self.clock.other(1)
         try:
             yield
         finally:
+            self.clock.other(-1)
             self._waits_s[cause] += loop.time() - begin
 
     @contextmanager

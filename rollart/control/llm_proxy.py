@@ -1,9 +1,11 @@
 """LLMProxy: the gateway between trajectories and inference workers (paper section 4).
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
-`version` is what every worker holds; a request that its caller gives up is aborted in the engine; a request whose
-worker dies goes to another, from the tokens that its trajectory has, and waits where there is none. What engines say
-of each request feeds `affinity`, whose decisions reach the router, and `say`, one line each.
+`version` is what every worker says that it holds, and never goes back; a worker that does not say so in time is ended;
+a request that its caller gives up is aborted in the engine; a request whose worker dies goes to another, from the
+tokens that its trajectory has, and waits where there is none. Where prompts are read by workers of their own, `prefill`
+has each request read before its worker decodes it. What engines say of each request feeds `affinity`, whose decisions
+reach the router, and `say`, one line each.
 What it leaves out: restarting a dead worker (`join` takes the new one). An error of one request stays with its
 trajectory.
 """
@@ -11,14 +13,17 @@ trajectory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rollart.control.background import Background
-from rollart.errors import RollartError, WorkerDied
-from rollart.protocols import Followers, InferenceHandle
+from rollart.control.prefill import Prefill
+from rollart.errors import RollartError, WeightsError, WeightsLost, WorkerDied
+from rollart.protocols import Followers, InferenceHandle, Reads
 from rollart.resource.affinity import Affinity, AffinityReport, Change
 from rollart.resource.routing import Router
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
@@ -27,18 +32,24 @@ T = TypeVar("T")
 
 
 class _Flight(Struct):
-    """One request: at the gate while `worker` is empty, then on a worker."""
+    """One request: at the gate while `worker` is empty, then on a worker, or read for it by another.
+
+    `so_far`: what it has when it goes to a worker; `left`: whether its KV may lie where nobody takes it.
+    """
 
     trajectory_id: str
+    so_far: GenResult
+    given_up: bool = False
+    left: bool = False
     gate: asyncio.Future[bool] | None = None
     worker: str = ""
 
 
 class LLMProxy:
-    """`classes` gives a worker's device class for `router`.
+    """`classes` gives a worker's device class for `router`; `update_timeout_s`: longest that a worker may take to load.
 
     The driver's proxy moves the weights, and tells `followers`. One in a shard only holds and lets go when it is told,
-    by `hold` and `let_go`, and its `version` is set.
+    by `hold` and `let_go`, and its `version` is set. `on_workers` hears how many workers there are, at each change.
     """
 
     def __init__(
@@ -51,8 +62,10 @@ class LLMProxy:
         version: int = 0,
         affinity: Affinity | None = None,
         say: Callable[[str], None] | None = None,
+        update_timeout_s: float | None = None,
     ) -> None:
         self.version = version
+        self._update_timeout_s = update_timeout_s
         self._router = router or Router()
         self._affinity = affinity or Affinity(self._router.affinity)
         self._say = say
@@ -61,9 +74,13 @@ class LLMProxy:
         self._suspended = False
         self._has_weights = False
         self._changing = asyncio.Lock()
+        self._changed = asyncio.Event()
         self.followers: Followers | None = None
+        self.on_workers: Callable[[int], None] = lambda _: None
         self._flights: dict[str, _Flight] = {}
         self._by_trajectory: dict[str, set[str]] = {}
+        self._ended: dict[str, list[str]] = {}
+        self.prefill = Prefill(say)
         for worker in workers:
             self._add(worker, (classes or {}).get(worker.name, "default"))
 
@@ -75,17 +92,21 @@ class LLMProxy:
     # ------------------------------------------------------------------------------------------------ trajectories
     async def generate(self, request: GenRequest) -> GenResult:
         """One turn. Waits while suspended, and while there is no worker. Raises GenerationError."""
-        flight = _Flight(request.trajectory_id)
+        flight = _Flight(request.trajectory_id, GenResult(request.request_id, [], [], [], "handoff"))
         self._enter(request, flight)
         try:
             while True:
                 if not await self._pass_gate(flight):
-                    return GenResult(request.request_id, [], [], [], "abort")
+                    return replace(flight.so_far, finish_reason="abort")
                 try:
-                    return await self._on_worker(request, flight)
+                    result = await self._on_worker(request, flight)
                 except WorkerDied:
                     self.lost(flight.worker)
                     flight.worker = ""
+                    continue
+                if result.finish_reason != "handoff":
+                    return result
+                self._set_back(request, flight, result)
         finally:
             self._leave(request, flight)
 
@@ -93,37 +114,62 @@ class LLMProxy:
         """End its requests; `generate` then returns with finish_reason 'abort' and the tokens so far."""
         for request_id in self._by_trajectory.get(trajectory_id, ()):
             flight = self._flights[request_id]
+            flight.given_up = True
             if flight.worker:
-                self._abort_on_worker(flight.worker, request_id)
+                self._abort_on_workers(flight, request_id)
             elif flight.gate is not None and not flight.gate.done():
                 flight.gate.set_result(False)
 
     def release(self, trajectory_id: str) -> None:
         """The trajectory has ended: its worker may forget its KV."""
-        if (name := self._router.forget(trajectory_id)) and name in self._workers:
-            self._background.spawn(self._workers[name].release([trajectory_id]), f"release on {name}")
+        for name in (self._router.forget(trajectory_id), self.prefill.forget(trajectory_id)):
+            if name and self._handle(name):
+                ended = self._ended.setdefault(name, [])
+                ended.append(trajectory_id)
+                if len(ended) == 1:
+                    self._background.spawn(self._release(name, ended), f"release on {name}")
 
     # ----------------------------------------------------------------------------------------------------- workers
     def lost(self, name: str) -> None:
         """A worker is dead: its requests go elsewhere. Harmless when that is known."""
-        if self._workers.pop(name, None) is not None:
+        if not self.prefill.lost(name) and self._workers.pop(name, None) is not None:
             device_class = self._router.class_of(name)
             self._router.remove(name)
-            self._adopt(self._affinity.left(device_class))
+            if not self._router.is_reserved(device_class):
+                self._adopt(self._affinity.left(device_class))
+            self.on_workers(self.num_workers)
+            self._tell_changed()
 
     async def join(self, worker: InferenceHandle, device_class: str = "default") -> None:
-        """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise."""
+        """A new worker: it loads the weights that the others hold, then takes requests. Raises what its calls raise.
+
+        Where these weights are lost it waits for the next ones, as long as there are others.
+        """
+        while not await self._joined(worker, device_class):
+            await self._changed.wait()
+        self._open_gate()
+
+    async def _joined(self, worker: InferenceHandle, device_class: str) -> bool:
         async with self._changing:
             if self._suspended:
                 await worker.suspend()
-            if self._has_weights:
-                await worker.update(self.version)
+            try:
+                if self._has_weights:
+                    await self._updated(worker, self.version)
+            except WeightsLost:
+                if not self._workers:
+                    raise
+                return False
             self._add(worker, device_class)
-        self._open_gate()
+            return True
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
     def add(self, worker: InferenceHandle, device_class: str = "default") -> None:
         """A worker that holds the weights already. Harmless when it is known."""
-        if worker.name not in self._workers:
+        if self._handle(worker.name) is None:
             self._add(worker, device_class)
             self._open_gate()
 
@@ -134,7 +180,7 @@ class LLMProxy:
 
     @property
     def num_workers(self) -> int:
-        """Workers that are alive, as far as is known."""
+        """Workers that decode and are alive, as far as is known."""
         return len(self._workers)
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -160,13 +206,38 @@ class LLMProxy:
         await self._all(lambda worker: worker.prefetch(version), "prefetch")
 
     async def update(self, version: int) -> None:
-        """Step 3: all workers load `version`. Raises WeightsError naming the worker."""
+        """Step 3: all workers load `version` and say so. Raises WeightsError naming the worker."""
         async with self._changing:
-            await self._all(lambda worker: worker.update(version), f"update to version {version}")
+            if self._has_weights and version < self.version:
+                raise WeightsError(f"update to version {version}: the inference workers hold version {self.version}")
+            await self._all(lambda worker: self._updated(worker, version), f"update to version {version}")
             if self.followers is not None:
                 await self.followers.update(version)
             self.version = version
             self._has_weights = True
+        self._tell_changed()
+
+    async def _updated(self, worker: InferenceHandle, version: int) -> None:
+        """One worker loads `version`. Raises WeightsError when it holds another then, WorkerDied when it is silent."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                held = await worker.update(version)
+        except TimeoutError:
+            raise WorkerDied(self._too_late(worker, version)) from None
+        if held != version:
+            raise WeightsError(f"it holds version {held} after it was given version {version}")
+
+    def _too_late(self, worker: InferenceHandle, version: int) -> str:
+        """End a worker that does not say what it holds; its death is then noticed like any other."""
+        line = (
+            f"inference worker {worker.name!r} has not loaded version {version} within {self._update_timeout_s:g} s "
+            "(weights.update_timeout_s); it is ended and replaced"
+        )
+        if worker.name in self._workers:
+            self._background.spawn(worker.stop(), f"end of {worker.name}")
+            if self._say is not None:
+                self._say(line)
+        return line
 
     async def resume(self) -> None:
         """Step 4: engines go on, the gate opens."""
@@ -205,11 +276,29 @@ class LLMProxy:
             del self._by_trajectory[request.trajectory_id]
         if flight.worker:
             self._router.finished(flight.worker, _cost(request))
+        if flight.left:
+            self._abort_on_worker(next(iter(self._everyone()), ""), request.request_id)
+
+    def _set_back(self, request: GenRequest, flight: _Flight, result: GenResult) -> None:
+        """It has lost its KV by an update, and goes through the gate again with the tokens that it has."""
+        self._router.finished(flight.worker, _cost(request))
+        flight.worker, flight.so_far = "", result
+
+    def _everyone(self) -> dict[str, InferenceHandle]:
+        return {**self._workers, **self.prefill.workers}
+
+    def _handle(self, name: str) -> InferenceHandle | None:
+        return self._workers.get(name) or self.prefill.workers.get(name)
 
     def _add(self, worker: InferenceHandle, device_class: str) -> None:
+        if isinstance(worker, Reads):
+            self.prefill.add(worker)
+            return
         self._router.add(worker.name, device_class)
         self._workers[worker.name] = worker
-        self._adopt(self._affinity.joined(device_class))
+        self.on_workers(self.num_workers)
+        if not self._router.is_reserved(device_class):
+            self._adopt(self._affinity.joined(device_class))
 
     def _adopt(self, changes: Sequence[Change]) -> None:
         if not changes:
@@ -226,6 +315,8 @@ class LLMProxy:
 
     async def _pass_gate(self, flight: _Flight) -> bool:
         """True when a worker may be asked; False when the request was aborted meanwhile."""
+        if flight.given_up:
+            return False
         while self._suspended or not self._workers:
             flight.gate = asyncio.get_running_loop().create_future()
             if not await flight.gate:
@@ -236,23 +327,56 @@ class LLMProxy:
         flight.worker = self._choose(request)
         device_class = self._router.class_of(flight.worker)
         try:
-            result = await self._workers[flight.worker].generate(request)
+            result, measured = await self._generate(request, flight, self._workers[flight.worker])
         except asyncio.CancelledError:
-            self._abort_on_worker(flight.worker, request.request_id)
+            self._abort_on_workers(flight, request.request_id)
             raise
-        except RollartError as error:
-            raise _named(flight.worker, "generate", error) from error
         now_s = asyncio.get_running_loop().time()
         num_prompt_tokens, in_flight = len(request.prompt), self.num_in_flight
-        self._adopt(self._affinity.observe(request.tag, device_class, num_prompt_tokens, result, in_flight, now_s))
+        if measured is not None:
+            changes = self._affinity.observe(request.tag, device_class, num_prompt_tokens, measured, in_flight, now_s)
+            self._adopt(changes)
         return result
+
+    async def _generate(
+        self, request: GenRequest, flight: _Flight, worker: InferenceHandle
+    ) -> tuple[GenResult, GenResult | None]:
+        """The result, and what of it `worker` itself did, if anything."""
+        if not self.prefill.apart:
+            with _naming(worker.name, "generate"):
+                result = await worker.generate(request)
+            return result, result
+        handoff = await self.prefill.read(request, flight.so_far, worker.name, self.version)
+        flight.so_far, flight.left = handoff.result, handoff.in_file
+        if flight.given_up:
+            return replace(handoff.result, finish_reason="abort"), None
+        if handoff.result.finish_reason != "handoff":
+            return handoff.result, None
+        with _naming(worker.name, "decode"):
+            result = await worker.decode(request, handoff)
+        flight.left = False
+        return result, self.prefill.decoded(request, handoff, worker.name, result)
 
     def _choose(self, request: GenRequest) -> str:
         wish = None if self._router.knows(request.trajectory_id) else self._affinity.wish(request.tag)
         return self._router.choose(request.trajectory_id, request.tag, _cost(request), wish)
 
+    async def _release(self, name: str, ended: list[str]) -> None:
+        """One call for all that end in the same turn of the event loop, or until the call before has returned."""
+        try:
+            while ended and (worker := self._handle(name)):
+                ids = ended.copy()
+                await worker.release(ids)
+                del ended[: len(ids)]
+        finally:
+            ended.clear()
+
+    def _abort_on_workers(self, flight: _Flight, request_id: str) -> None:
+        for name in (flight.worker, self.prefill.reads(request_id)):
+            self._abort_on_worker(name, request_id)
+
     def _abort_on_worker(self, name: str, request_id: str) -> None:
-        if worker := self._workers.get(name):
+        if worker := self._handle(name):
             self._background.spawn(worker.abort([request_id]), f"abort on {name}")
 
     async def _all(self, call: Callable[[InferenceHandle], Awaitable[T]], what: str) -> dict[str, T]:
@@ -260,7 +384,7 @@ class LLMProxy:
 
         A worker that dies is left out; its successor catches up when it joins.
         """
-        workers = dict(self._workers)
+        workers = self._everyone()
         answers = await asyncio.gather(*map(call, workers.values()), return_exceptions=True)
         results: dict[str, T] = {}
         for name, answer in zip(workers, answers, strict=True):
@@ -273,6 +397,15 @@ class LLMProxy:
                 raise answer
             results[name] = answer
         return results
+
+
+@contextlib.contextmanager
+def _naming(name: str, what: str) -> Iterator[None]:
+    """Errors of a call on a worker say which worker that was."""
+    try:
+        yield
+    except RollartError as error:
+        raise _named(name, what, error) from error
 
 
 def _named(name: str, what: str, error: RollartError) -> RollartError:

@@ -112,8 +112,13 @@ class RolloutScheduler:
         self._pace(began_s)
         return batch
 
+    def begin_training(self, batch: Batch) -> None:
+        """Its train_step starts, after the update that follows its get_batch. Its slots may be free now."""
+        self.book.training(batch.groups)
+        self._obey(())
+
     def trained(self, batch: Batch) -> None:
-        """train_step has consumed the batch: its slots are free."""
+        """train_step has consumed the batch: at the latest now its slots are free."""
         self._in_hand = [each for each in self._in_hand if each is not batch]
         self.book.trained(batch.groups)
         for group in batch.groups:
@@ -134,7 +139,10 @@ class RolloutScheduler:
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def snapshot(self) -> dict[str, Any]:
-        """Plain data: the data position, open groups, complete groups with trajectories, batches in hand, counts."""
+        """Plain data: the data position, open groups, complete groups with trajectories, batches in hand, counts.
+
+        Call it while no train_step runs: then the groups of the batches in hand hold their slots, and fit in again.
+        """
         state = {
             "source": self._source.state(),
             "open": [*self.book.open_specs(), *self._pending],
@@ -292,4 +300,5 @@ def _rules(config: Config) -> GroupRules:
         member_retries=rollout.member_retries,
         max_replaced=math.floor(rollout.replace_limit * rollout.groups_per_batch) if replace else 0,
         recheck_running=config.plan.recheck == "turn",
+        held_until=rollout.free_slots,
     )

@@ -103,6 +103,9 @@ class Shard:
             raise self._error
         self._changed.clear()
         self._number += 1
-        news = ShardNews(self._number, dict(self._clock.counts), self._progress, self._ended, self._aborted, self._said)
+        counts, stages = self._services.proxy.prefill.counts, dict(self._clock.counts)
+        told = self._progress, self._ended, self._aborted, self._said
+        news = ShardNews(self._number, stages, *told, counts=dict(counts))
+        counts.clear()
         self._progress, self._ended, self._aborted, self._said = {}, [], [], []
         return news

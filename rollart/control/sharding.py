@@ -215,6 +215,7 @@ class ShardedRunner:
         if news.number > member.number:
             self._clock.shift(member.stages, news.stages)
             member.number, member.stages = news.number, news.stages
+        self._services.proxy.prefill.counts.update(news.counts)
         for line in news.said:
             self._say(f"{member.handle.name}: {line}")
         for trajectory_id, (start_version, num_tokens) in news.progress.items():

@@ -2,8 +2,9 @@
 
     loop              consumes               waits for                      produces             unblocked by
     ----------------  ---------------------  -----------------------------  -------------------  ----------------------
-    RolloutScheduler  tasks of TaskSource    a free slot (continuous), or   running members      a trained or dropped
-                                             the iteration's update                              group; an update
+    RolloutScheduler  tasks of TaskSource    a free slot (continuous), or   running members      a batch that trains or
+                                             the iteration's update                              is trained; a dropped
+                                                                                                 group; an update
     EnvManager (many) one Start              reset, generate, step, score   one Trajectory       env and reward workers,
                                                                                                  LLMProxy (RESUME)
     SampleBuffer      finished groups        groups_per_batch of them       one Batch            the last finished group
@@ -24,7 +25,7 @@ which are the hooks' and the pipeline's business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -37,7 +38,7 @@ from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.sample_buffer import Batch
 from rollart.control.supervisor import Supervisor
 from rollart.control.weights_check import canary_difference, check_parameters
-from rollart.errors import WeightsError
+from rollart.errors import WeightsError, WeightsLost
 from rollart.protocols import TrainHandle
 from rollart.types import EngineStats, TrainBatch, TrainReport
 
@@ -111,10 +112,19 @@ class TrainingLoop:
         self._published: int | None = None
         self._evaluated_step: int | None = None
         self._stop = asyncio.Event()
+        self._fault: Exception | None = None
+        self._saved = False
         self._step_began = 0.0
 
     def request_stop(self) -> None:
         """Finish the current train_step, save, and return from `run`."""
+        self._stop.set()
+
+    def end(self, fault: Exception) -> None:
+        """As `request_stop`, but `run` raises `fault`, the first of them, once it has saved; at once if it has."""
+        if self._saved:
+            self._supervisor.fail(fault)
+        self._fault = self._fault or fault
         self._stop.set()
 
     @property
@@ -185,6 +195,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------------------------------------------- training
     def _launch(self, batch: Batch) -> None:
         """Step 6, in the background."""
+        self._scheduler.begin_training(batch)
         self._training = self._spawn(self._train(batch))
 
     async def _train(self, batch: Batch) -> None:
@@ -218,7 +229,7 @@ class TrainingLoop:
         if self._config.weights.asynchronous:
             await self._publish(version)
             with self._ledger.wait("weights"):
-                await self._proxy.prefetch(version)
+                await self._reach(self._proxy.prefetch, version)
 
     async def _finish_training(self) -> None:
         """Wait for the running train_step, if any, and raise its error."""
@@ -240,7 +251,7 @@ class TrainingLoop:
             await self._proxy.suspend()
         await self._publish(self.step)
         with self._ledger.wait("weights"):
-            await self._proxy.update(self.step)
+            await self._reach(self._proxy.update, self.step)
         self._scheduler.updated(self.step)
         with self._ledger.wait("suspended"):
             await self._proxy.resume()
@@ -254,6 +265,14 @@ class TrainingLoop:
                     self._trainer.publish(version), self._trainer.logprobs(self._canary_tokens)
                 )
             self._published = version
+
+    async def _reach(self, read: Callable[[int], Awaitable[None]], version: int) -> None:
+        """Let the workers read what the trainer still has; once more from elsewhere, where the store has lost it."""
+        try:
+            await read(version)
+        except WeightsLost:
+            await self._trainer.rescue(version)
+            await read(version)
 
     async def _check_canary(self, version: int) -> None:
         """Workers must give the log-probabilities that the trainer gave. Raises WeightsError."""
@@ -300,6 +319,9 @@ class TrainingLoop:
         """The last train_step ends; then a clean stop saves, and a complete run also updates and evaluates."""
         await self._finish_training()
         await self._save()
+        if self._fault is not None:
+            raise self._fault
+        self._saved = True
         if self.stopping and not self._is_last():
             return
         await self._update()

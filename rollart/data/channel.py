@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.data.wire import Answer, Call, encode, read_frame, write_frame
+from rollart.data.wire import Answer, Call, FrameWriter, encode, frames
 from rollart.errors import WorkerDied, WorkerError
 
 STREAM_LIMIT = 1 << 22
@@ -22,7 +22,7 @@ class Channel:
 
     def __init__(self, name: str, writer: asyncio.StreamWriter) -> None:
         self.name = name
-        self._writer = writer
+        self._writer = FrameWriter(writer)
         self._pending: dict[int, tuple[str, asyncio.Future[msgspec.Raw]]] = {}
         self._number = 0
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -42,7 +42,7 @@ class Channel:
         self._pending[number] = (method, future)
         frame = encode(Call(number, method, [msgspec.Raw(encode(argument)) for argument in args]))
         try:
-            write_frame(self._writer, frame)
+            self._writer.write(frame)
             raw = await future
         finally:
             self._pending.pop(number, None)
@@ -55,9 +55,9 @@ class Channel:
     async def read(self, reader: asyncio.StreamReader) -> None:
         """Take answers until the stream ends or is damaged."""
         try:
-            while True:
-                self._take(msgspec.msgpack.decode(await read_frame(reader), type=Answer))
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, WorkerError):
+            async for frame in frames(reader):
+                self._take(msgspec.msgpack.decode(frame, type=Answer))
+        except (ConnectionError, msgspec.MsgspecError, WorkerError):
             return
 
     def bury(self, reason: str) -> None:

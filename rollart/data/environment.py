@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
+from rollart.data.arrivals import Arrivals
 from rollart.data.living import LivingWorkers
 from rollart.errors import EnvError, EnvTimeout, WorkerDied, WorkerError
 from rollart.protocols import Env, WorkerHandle
@@ -50,6 +51,7 @@ class EnvironmentWorker:
         self._running: dict[str, HostedEnv] = {}
         self._idle: dict[str, list[HostedEnv]] = defaultdict(list)
         self._closing: set[asyncio.Future[None]] = set()
+        self._arrivals = Arrivals()
         self._num_hung = 0
         self._cost = EnvironmentCost()
 
@@ -69,16 +71,19 @@ class EnvironmentWorker:
             self._cost.reset_cpu_s += hosted.cpu_s - before_s
 
     async def step(self, env_id: str, action: str) -> EnvReply:
-        """Apply an action. Raises EnvTimeout or EnvError."""
+        """Apply an action; what ends the episode also closes it. Raises EnvTimeout or EnvError."""
         hosted = self._running.get(env_id)
         if hosted is None:
             raise EnvError(f"no environment {env_id!r} here: it was never reset, failed, or is closed")
         timeout_s = self._configs[hosted.task].step_timeout_s
         what, before_s, self._cost.steps = f"step of task {hosted.task!r}", hosted.cpu_s, self._cost.steps + 1
         try:
-            return await self._call(env_id, hosted, what, timeout_s, lambda: hosted.step(action))
+            reply = await self._call(env_id, hosted, what, timeout_s, lambda: hosted.step(action))
         finally:
             self._cost.step_cpu_s += hosted.cpu_s - before_s
+        if reply.terminated or reply.truncated:
+            await self.close(env_id)
+        return reply
 
     async def close(self, env_id: str) -> None:
         """End an episode at any point. Never raises; unknown ids are nothing to do."""
@@ -121,7 +126,7 @@ class EnvironmentWorker:
                 raise EnvError(f"{what}: its episode was closed before the call began")
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await asyncio.wrap_future(submit())
+                    return await self._arrivals.wait(submit())
             except EnvError:
                 self._forget(env_id, hosted)
                 self._retire(hosted)
@@ -168,7 +173,10 @@ class RemoteEnvironment(LivingWorkers):
         worker = self._worker_of.get(env_id)
         if worker is None:
             raise EnvError(f"no environment {env_id!r}: it was never reset, or its worker died")
-        return await self._call(env_id, worker, "step", env_id, action)
+        reply = await self._call(env_id, worker, "step", env_id, action)
+        if reply.terminated or reply.truncated:  # the worker has closed it
+            self._release(env_id)
+        return reply
 
     async def close(self, env_id: str) -> None:
         """Never raises."""

@@ -3,9 +3,10 @@
 A worker runs everything in one thread: a step is never interrupted, so every command (ADD, ABORT, SUSPEND, UPDATE,
 RESUME) is handled exactly between two steps. With nothing to do it waits for a command and burns no time.
 
-Invariant: every accepted `generate` ends exactly once: with its result, with its partial result after an abort, or
+Invariants: every accepted `generate` ends exactly once: with its result, with its partial result after an abort, or
 with GenerationError after an engine fault or at the close. Weights are read from the store while generation goes on,
-in a thread of their own unless they are small.
+in a thread of their own unless that is quick; an engine is given only a version that is whole, verified, of its own
+model and no older than the one it holds.
 Left out: choosing a worker (control) and starting its process (the runtime).
 """
 
@@ -17,12 +18,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rollart.data.engines import EngineFactory, create_engine
-from rollart.errors import GenerationError, boundary
-from rollart.protocols import WeightStore, WorkerHandle
-from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo
-
-SMALL_BYTES = 4 << 20
-"""Weights of so little are read in a few milliseconds."""
+from rollart.errors import GenerationError, WeightsError, boundary
+from rollart.protocols import FrozenTensors, WeightStore, WorkerHandle
+from rollart.types import EngineStats, GenRequest, GenResult, Handoff, ParameterInfo
 
 
 class InferenceWorker:
@@ -36,10 +34,11 @@ class InferenceWorker:
     ) -> None:
         self._engine = create_engine(engine, model_folder, engine_options)
         self._store = store
+        self._model: list[ParameterInfo] | None = None
         self._futures: dict[str, asyncio.Future[GenResult]] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._fetching: tuple[int, asyncio.Task[list[tuple[str, Any]]]] | None = None
+        self._fetching: tuple[int, asyncio.Task[FrozenTensors]] | None = None
 
     async def start(self) -> None:
         """Begin to step."""
@@ -58,14 +57,7 @@ class InferenceWorker:
     async def generate(self, request: GenRequest) -> GenResult:
         """ADD; returns when the request has finished or was aborted. Raises GenerationError."""
         self._engine.add(request)
-        future: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
-        self._futures[request.request_id] = future
-        self._wake.set()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._abort(request.request_id)
-            raise
+        return await self._outcome(request.request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel requests; each `generate` returns its partial result. Unknown ids are ignored."""
@@ -90,11 +82,19 @@ class InferenceWorker:
         """Read a published version into memory while generation goes on. Raises WeightsError."""
         await self._fetched(version)
 
-    async def update(self, version: int) -> None:
-        """Load a version, prefetched or not. Raises WeightsError, and then the old weights stay."""
+    async def update(self, version: int) -> int:
+        """Load a version, prefetched or not; the version that the engine says it holds then.
+
+        Raises WeightsError, and before anything reached the engine the old weights stay.
+        """
+        held = self._engine.stats().version
+        if version < held:
+            raise WeightsError(f"version {version} is older than version {held}, which this engine holds")
         tensors = await self._fetched(version)
         self._fetching = None
         self._engine.update(version, tensors)
+        self._updated()
+        return self._engine.stats().version
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Log-probability of each token but the first, without any cache."""
@@ -109,6 +109,20 @@ class InferenceWorker:
         return self._engine.stats()
 
     # ------------------------------------------------------------------------------------------------------ loop
+    async def _outcome(self, request_id: str) -> GenResult:
+        """Of a request that the engine was just given; it is aborted when nobody waits for it any more."""
+        future: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
+        self._futures[request_id] = future
+        self._wake.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._abort(request_id)
+            raise
+
+    def _updated(self) -> None:
+        """The engine has just loaded a version."""
+
     async def _run(self) -> None:
         while True:
             self._wake.clear()
@@ -146,7 +160,7 @@ class InferenceWorker:
             self._engine.abort(request_id)
 
     # --------------------------------------------------------------------------------------------------- weights
-    async def _fetched(self, version: int) -> list[tuple[str, Any]]:
+    async def _fetched(self, version: int) -> FrozenTensors:
         """The tensors of a version: those being read already, or read now."""
         if self._fetching is None or self._fetching[0] != version:
             self._fetching = version, asyncio.create_task(self._fetch(version), name=f"fetch weights {version}")
@@ -158,11 +172,12 @@ class InferenceWorker:
                 self._fetching = None
             raise
 
-    async def _fetch(self, version: int) -> list[tuple[str, Any]]:
+    async def _fetch(self, version: int) -> FrozenTensors:
         """Beside the engine's steps; between two of them what is read sooner than a thread gets its turn."""
-        if self._store.num_bytes(version) <= SMALL_BYTES:
-            return self._store.fetch(version)
-        return await asyncio.to_thread(self._store.fetch, version)
+        model = self._model = self._model or self._engine.parameters()
+        if self._store.quick(version):
+            return FrozenTensors(self._store.fetch(version, model))
+        return await asyncio.to_thread(lambda: FrozenTensors(self._store.fetch(version, model)))
 
 
 class RemoteInference:
@@ -180,6 +195,10 @@ class RemoteInference:
         """ADD; returns when the request has finished or was aborted."""
         return cast(GenResult, await self._worker.call("generate", request, returns=GenResult))
 
+    async def decode(self, request: GenRequest, handoff: Handoff) -> GenResult:
+        """ADD what another worker has read; as `generate`."""
+        return cast(GenResult, await self._worker.call("decode", request, handoff, returns=GenResult))
+
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel requests; each `generate` returns its partial result."""
         await self._worker.call("abort", request_ids)
@@ -196,9 +215,9 @@ class RemoteInference:
         """Read a published version into memory while generation goes on."""
         await self._worker.call("prefetch", version)
 
-    async def update(self, version: int) -> None:
-        """Load a version."""
-        await self._worker.call("update", version)
+    async def update(self, version: int) -> int:
+        """Load a version; the one that the engine then holds."""
+        return cast(int, await self._worker.call("update", version, returns=int))
 
     async def resume(self) -> None:
         """Let steps advance again."""
@@ -215,3 +234,15 @@ class RemoteInference:
     async def stats(self) -> EngineStats:
         """The engine's counters."""
         return cast(EngineStats, await self._worker.call("stats", returns=EngineStats))
+
+    async def stop(self) -> None:
+        """End the worker."""
+        await self._worker.stop()
+
+
+class RemotePrefill(RemoteInference):
+    """`protocols.PrefillHandle` over a running worker."""
+
+    async def prefill(self, request: GenRequest, so_far: GenResult, have: int) -> Handoff:
+        """ADD for the next token; returns when there is one, or the request was aborted."""
+        return cast(Handoff, await self._worker.call("prefill", request, so_far, have, returns=Handoff))

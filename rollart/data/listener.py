@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollart.data.channel import STREAM_LIMIT
-from rollart.data.wire import Answer, Call, encode, read_frame, write_frame
+from rollart.data.wire import Answer, Call, FrameWriter, encode, frames
 
 UNIX = "unix:"
 
@@ -47,21 +47,22 @@ class Listener:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One caller, until it goes away."""
         running: set[asyncio.Task[None]] = set()
+        answers = FrameWriter(writer)
         try:
-            while True:
-                call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
-                task = asyncio.get_running_loop().create_task(self._reply(call, writer))
+            async for frame in frames(reader):
+                call = msgspec.msgpack.decode(frame, type=Call)
+                task = asyncio.get_running_loop().create_task(self._reply(call, answers))
                 running.add(task)
                 task.add_done_callback(running.discard)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except ConnectionError:
             pass
         finally:
             for task in running:
                 task.cancel()
             writer.close()
 
-    async def _reply(self, call: Call, writer: asyncio.StreamWriter) -> None:
+    async def _reply(self, call: Call, answers: FrameWriter) -> None:
         reply = await self._answer(call)
         with contextlib.suppress(ConnectionError):
-            write_frame(writer, encode(reply))
-            await writer.drain()
+            answers.write(encode(reply))
+            await answers.drain()

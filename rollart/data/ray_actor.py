@@ -1,9 +1,10 @@
 """The inside of a Ray actor: the same object and the same bytes as in a local worker process.
 
 Its output goes to the run's log folder where the node has it (one machine, or a shared file system), else to Ray's own
-log folder on that node. Invariant: what user code raises travels home inside the answer, never as Ray's exception, so
-that an exception of Ray always means a fault of the actor. What this file leaves out: the driver's side
-(`ray_runtime.py`). It imports no Ray: an actor is an ordinary class.
+log folder on that node. Invariants: what user code raises travels home inside the answer, never as Ray's exception, so
+that an exception of Ray always means a fault of the actor; the constructor takes nothing and `hello` is the first call,
+whatever the version, so that an actor of any rollart can say which it is of. What this file leaves out: the driver's
+side (`ray_runtime.py`). It imports no Ray: an actor is an ordinary class.
 """
 
 from __future__ import annotations
@@ -13,33 +14,49 @@ import contextlib
 import faulthandler
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
+from rollart.data.handshake import greeting
 from rollart.data.wire import Answer, Call, Failure, encode
 from rollart.data.worker import Host, answer, build
 
 
-class Actor:
-    """Holds a worker's object; its methods run on the actor's event loop.
+class Order(Struct):
+    """What an actor is to build: `target` and `kwargs` as of `Runtime.spawn`.
 
-    target, kwargs: as of `Runtime.spawn`, kwargs as MessagePack. folder: the driver's, from which targets are imported
-    and relative paths count. log: the worker's log file. environ: variables to set before the object is built.
+    folder: the driver's, from which targets are imported and relative paths count. log: the worker's log file.
+    environ: variables to set before the object is built.
     """
 
-    def __init__(self, target: str, kwargs: bytes, folder: str, log: str, environ: Mapping[str, str]) -> None:
-        self._target, self._kwargs = target, kwargs
-        self._host: Host | None = None
-        os.environ.update(environ)
-        enter(folder)
-        _write_to(log)
+    target: str
+    kwargs: dict[str, Any]
+    folder: str
+    log: str
+    environ: dict[str, str]
 
-    async def build(self) -> bytes:
-        """Build the object; an encoded `Answer`."""
+
+class Actor:
+    """Holds a worker's object; its methods run on the actor's event loop."""
+
+    def __init__(self) -> None:
+        self._host: Host | None = None
+
+    async def hello(self) -> bytes:
+        """The greeting of this node's rollart (`handshake.py`)."""
+        return greeting()
+
+    async def build(self, encoded: bytes) -> bytes:
+        """Build the object of an encoded `Order`; an encoded `Answer`."""
+        order = msgspec.msgpack.decode(encoded, type=Order)
+        os.environ.update(order.environ)
+        enter(order.folder)
+        _write_to(order.log)
         try:
-            host = Host(await asyncio.to_thread(build, self._target, msgspec.msgpack.decode(self._kwargs)))
+            host = Host(await asyncio.to_thread(build, order.target, order.kwargs))
             await host.start()
         except Exception as error:
             return encode(Answer(0, failure=Failure.of(error)))

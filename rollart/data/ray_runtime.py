@@ -1,21 +1,23 @@
 """The Ray runtime: a worker is an actor, placed on the node and devices of its binding. The only file that imports ray.
 
 Calls carry MessagePack bytes, as between local processes, so that a worker cannot tell where it runs. Arguments beyond
-`BULK_BYTES` travel as object references, large results too (Ray does so by itself), from the node that has them to the
+64 KiB travel as object references, large results too (Ray does so by itself), from the node that has them to the
 node that needs them. What a binding takes of Ray's own accounting (GPUs, custom resources) is a placement group of one
 bundle, so that another run, or another program, on the same cluster never gets the same devices; a worker on CPU cores
 takes nothing and is only pinned to its node.
 
 Invariants: a cluster that this process did not start is left as it was found, but for our own actors and groups, which
 are gone when the run is; a call whose actor is gone raises WorkerDied; a node is known to be dead before the death of
-a worker on it is told. What this file leaves out: which devices (`resource/`), what a node has (`ray_nodes.py`), the
-inside of an actor (`ray_actor.py`).
+a worker on it is told; the death of the raylet or the GCS that this process hangs on is told before Ray ends it. What
+this file leaves out: which devices (`resource/`), what a node has (`ray_nodes.py`), calls of an actor (`ray_worker.py`)
+and its inside (`ray_actor.py`), how servers are heard to die (`ray_pulse.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -23,34 +25,30 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
-from rollart.data.ray_actor import Actor
+from rollart.data.ray_actor import Actor, Order
 from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info
-from rollart.data.runtime import last_output
-from rollart.data.wire import Answer, encode
-from rollart.errors import ConfigError, ResourceError, WorkerDied, WorkerError, boundary, to_install
+from rollart.data.ray_pulse import Home, patience_s
+from rollart.data.ray_worker import RayWorker
+from rollart.errors import ConfigError, ResourceError, WorkerDied, boundary, to_install
 from rollart.protocols import WorkerHandle
 from rollart.types import Binding, NodeInfo
 
-BULK_BYTES = 64 << 10
-"""Larger arguments go through the object store."""
 PLACE_TIMEOUT_S = 60.0
 PLACE_LOOK_S = 2.0
 """How often a worker that waits for its place asks whether the node is still there."""
-STOP_TIMEOUT_S = 5.0
 MAX_CALLS = 100_000
 """Calls at once in one actor: an environment worker holds one per environment."""
-UNSURE_S = 60.0
-"""How long an actor may be out of reach, all in all, before it counts as dead without a word of Ray's."""
 NAMESPACE = "rollart"
-UNSURE_LOOK_S = 0.5
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters of several machines; "0" makes a cluster that starts here listen on loopback alone."""
+RAYLET_PID = "RAY_RAYLET_PID"
+"""Where Ray has the id of the process that a driver must not outlive: without it its parent, so that one whose parent
+is gone (nohup, a container) ends on the spot when its raylet dies. With the driver's own id, Ray gives errors instead.
+"""
 ENVIRON = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -93,15 +91,23 @@ def _imported() -> Any:
     Without that, Ray looks for the address of this machine by its default route, which there may not be, and listens on
     all interfaces.
     """
-    kept = os.environ.get(LOOPBACK)
-    os.environ[LOOPBACK] = kept or "0"
+    with _environment({LOOPBACK: "0", RAYLET_PID: str(os.getpid())}):
+        try:
+            return importlib.import_module("ray")
+        except ImportError:
+            raise ConfigError(f'runtime: "ray" needs an extra; {to_install("ray")}') from None
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Variables that are set inside, where they are not set anyway."""
+    added = {key: value for key, value in defaults.items() if not os.environ.get(key)}
+    os.environ.update(added)
     try:
-        return importlib.import_module("ray")
-    except ImportError:
-        raise ConfigError(f'runtime: "ray" needs an extra; {to_install("ray")}') from None
+        yield
     finally:
-        if kept is None:
-            del os.environ[LOOPBACK]
+        for key in added:
+            del os.environ[key]
 
 
 def _connect(ray: Any) -> None:
@@ -155,6 +161,9 @@ class RayRuntime:
         self._place_timeout_s = place_timeout_s
         self._names = NodeNames()
         self._workers: list[RayWorker] = []
+        self._home: Home | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._is_lost = False
 
     async def nodes(self) -> list[NodeInfo]:
         """The living nodes of the cluster."""
@@ -167,32 +176,58 @@ class RayRuntime:
 
         Raises what the construction raised, or ResourceError when the node gives no room within `place_timeout_s`.
         """
+        self._listening = self._listening or asyncio.create_task(self._listen(), name="Ray's raylet")
         log = self._log_folder / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        options, group = await self._place(name, binding)
+        options, give_back = await self._place(name, binding)
         environ = ENVIRON if binding is None or binding.device == "cuda" else {**ENVIRON, "CUDA_VISIBLE_DEVICES": ""}
         unique = f"{name}-{uuid.uuid4().hex}"
         kind = self._ray.remote(num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0, **options)(Actor)
-        kind = kind.options(name=unique, namespace=NAMESPACE)
-        actor = kind.remote(target, encode(dict(kwargs)), os.getcwd(), str(log), environ)
-        worker = RayWorker(self._ray, name, actor, unique, group, log)
+        actor = kind.options(name=unique, namespace=NAMESPACE).remote()
+        worker = RayWorker(self._ray, name, actor, unique, log, give_back)
         self._workers.append(worker)
         try:
-            await worker.build()
+            await worker.greet(f"node {binding.node}" if binding is not None else "its node")
+            await worker.build(Order(target, dict(kwargs), os.getcwd(), str(log), environ))
         except BaseException:
             await worker.stop()
             raise
         return worker
 
+    async def wait_lost(self) -> str:
+        """What has died, once the GCS has been away for a third of the time after which Ray ends this process."""
+        reason = await (await self._at_home()).gcs_lost(patience_s(os.environ))
+        self._is_lost = True
+        return reason
+
     async def shutdown(self) -> None:
         """End our actors and their groups; the cluster only where we started it."""
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
         workers, self._workers = self._workers, []
-        await asyncio.gather(*(worker.stop() for worker in workers), return_exceptions=True)
+        await asyncio.gather(*(worker.stop(self._is_lost) for worker in workers), return_exceptions=True)
         if self._is_open:
             self._is_open = False
-            await asyncio.to_thread(Connection.leave, self._ray)
+            if not self._is_lost:
+                await asyncio.to_thread(Connection.leave, self._ray)
 
     # ------------------------------------------------------------------------------------------------------ inside
+    async def _at_home(self) -> Home:
+        if self._home is None:
+            context = self._ray.get_runtime_context()
+            with boundary(ResourceError, "Ray's list of nodes"):
+                nodes = await asyncio.to_thread(self._ray.nodes)
+            here = next(node for node in nodes if node["NodeID"] == context.get_node_id())
+            self._home = Home.of(here, context.gcs_address)
+        return self._home
+
+    async def _listen(self) -> None:
+        """When the raylet of this process dies, so do all workers, a little later."""
+        reason = await (await self._at_home()).raylet_lost()
+        for worker in self._workers:
+            worker.bury(reason)
+
     async def _nodes(self) -> dict[str, RayNode]:
         with boundary(ResourceError, "Ray's list of nodes"):
             return self._names.of(await asyncio.to_thread(self._ray.nodes))
@@ -203,15 +238,15 @@ class RayRuntime:
             raise ResourceError(f"worker {name}: node {binding.node} has left the Ray cluster")
         return nodes[binding.node]
 
-    async def _place(self, name: str, binding: Binding | None) -> tuple[dict[str, Any], Any]:
-        """The options that put an actor on its binding, and the placement group that holds its place, if any."""
+    async def _place(self, name: str, binding: Binding | None) -> tuple[dict[str, Any], Callable[[], None]]:
+        """The options that put an actor on its binding, and what gives its place back."""
         if binding is None:
-            return {}, None
+            return {}, lambda: None
         node = await self._node(name, binding)
         bundle = bundle_of(binding, node)
         if not bundle:
             strategy = self._strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            return {"scheduling_strategy": strategy}, None
+            return {"scheduling_strategy": strategy}, lambda: None
         here = {"ray.io/node-id": node["NodeID"]}
         group = self._util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
         try:
@@ -220,7 +255,8 @@ class RayRuntime:
             self._util.remove_placement_group(group)
             raise
         strategy = self._strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        return {"scheduling_strategy": strategy, "num_gpus": bundle.get("GPU", 0)}, group
+        give_back = functools.partial(self._util.remove_placement_group, group)
+        return {"scheduling_strategy": strategy, "num_gpus": bundle.get("GPU", 0)}, give_back
 
     async def _room(self, name: str, binding: Binding, group: Any, bundle: Mapping[str, float]) -> None:
         """Wait for the group's place. Raises ResourceError when its node leaves or gives none."""
@@ -242,108 +278,4 @@ async def connect(name: str, unique: str) -> RayWorker:
         actor = await asyncio.to_thread(ray.get_actor, unique, NAMESPACE)
     except ValueError as error:
         raise WorkerDied(f"worker {name} is not on the Ray cluster any more") from error
-    return RayWorker(ray, name, actor, unique, None, None, owned=False)
-
-
-class RayWorker:
-    """One actor, seen from the driver that owns it, or from another worker."""
-
-    def __init__(
-        self, ray: Any, name: str, actor: Any, unique: str, group: Any, log: Path | None, owned: bool = True
-    ) -> None:
-        self.name = name
-        self._unique = unique
-        self._owned = owned
-        self._ray = ray
-        self._actor = actor
-        self._call = actor.call.remote
-        self._group = group
-        self._log = log
-        self._lost = ray.exceptions.RayError
-        self._raised = ray.exceptions.RayTaskError
-        loop = asyncio.get_running_loop()
-        self._death: asyncio.Future[str] = loop.create_future()
-        self._watching = loop.create_task(self._watch(), name=f"watch {name}")
-
-    async def build(self) -> None:
-        """Build the object. Raises what that raised."""
-        await self._answer("__build__", self._actor.build.remote())
-
-    async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
-        """Call a method of the object in the actor."""
-        if self._death.done():
-            raise WorkerDied(f"worker {self.name}, call {method}: {self._death.result()}")
-        payload: Any = encode(args)
-        if len(payload) > BULK_BYTES:
-            payload = await asyncio.to_thread(self._ray.put, payload)
-        return msgspec.msgpack.decode(await self._answer(method, self._call(method, payload)), type=returns)
-
-    async def address(self) -> str:
-        """Where other workers reach it, by `peers.connect`."""
-        return f"ray:{self._unique}"
-
-    async def wait_dead(self) -> str:
-        """The reason, once the actor is gone."""
-        return await asyncio.shield(self._death)
-
-    async def stop(self) -> None:
-        """Ask the object to close, then end the actor and give its place back; who does not own it only lets go."""
-        if not self._owned:
-            self._watching.cancel()
-            self._bury("the connection was closed")
-            return
-        if not self._death.done():
-            with contextlib.suppress(TimeoutError, self._lost):
-                await asyncio.wait_for(self._actor.close.remote(), STOP_TIMEOUT_S)
-            self._ray.kill(self._actor)
-            self._bury("it was stopped")
-        await asyncio.wait({self._watching}, timeout=STOP_TIMEOUT_S)
-        self._watching.cancel()
-        if self._group is not None:
-            group, self._group = self._group, None
-            importlib.import_module("ray.util").remove_placement_group(group)
-
-    # ------------------------------------------------------------------------------------------------------ inside
-    async def _answer(self, method: str, reference: Any) -> msgspec.Raw:
-        """What an actor answered. Raises what it raised, or WorkerDied."""
-        try:
-            reply = msgspec.msgpack.decode(await reference, type=Answer)
-        except self._raised as error:
-            raise WorkerError(f"worker {self.name}, call {method}: {error}") from error
-        except self._lost as error:
-            raise WorkerDied(f"worker {self.name}, call {method}: {self._described(error)}") from error
-        if reply.failure is not None:
-            raise reply.failure.raised_by(self.name, method)
-        return reply.result
-
-    async def _watch(self) -> None:
-        """Wait for the end of a call that never returns: it fails with the actor.
-
-        Out of reach is not dead yet: Ray fails the calls, and says a second later whether the actor's node is gone.
-        """
-        doubted = 0.0
-        while True:
-            try:
-                await self._actor.park.remote()
-            except self._ray.exceptions.ActorUnavailableError as error:
-                doubted += UNSURE_LOOK_S
-                if doubted < UNSURE_S:
-                    await asyncio.sleep(UNSURE_LOOK_S)
-                    continue
-                if self._owned:
-                    self._ray.kill(self._actor)
-                self._bury(self._described(error))
-            except self._lost as error:
-                self._bury(self._described(error))
-            return
-
-    def _bury(self, reason: str) -> None:
-        if not self._death.done():
-            self._death.set_result(reason)
-
-    def _described(self, error: BaseException) -> str:
-        """Ray's words in short, and the last ones of the actor."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return " ".join(lines[:3] if len(lines) < 8 else [*lines[:2], lines[-1]]) + (
-            last_output(self._log) if self._log else ""
-        )
+    return RayWorker(ray, name, actor, unique, None, owned=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollart.data.environment import EnvironmentWorker
+    from rollart.data.http_inference import HTTPInference
     from rollart.data.inference import InferenceWorker
     from rollart.data.reward import RewardWorker
     from rollart.data.train_rank import TrainRank
@@ -20,14 +21,32 @@ if TYPE_CHECKING:
 
 
 def inference(
-    model_folder: str, engine: str, engine_options: dict[str, Any], weights: dict[str, Any]
-) -> InferenceWorker:
-    """An inference worker. `weights` are the arguments of the weight store."""
+    model_folder: str,
+    engine: str,
+    engine_options: dict[str, Any],
+    weights: dict[str, Any],
+    part: str = "",
+    parcels: str = "",
+) -> InferenceWorker | HTTPInference:
+    """An inference worker. `weights` are the arguments of `weights.open_store`; `part`: "prefill" or "decode", if not
+    both; `parcels`: the folder through which KV goes from the one to the other.
+    """
     _one_compute_thread()
     from rollart.data.inference import InferenceWorker
-    from rollart.data.weights import FileWeightStore
+    from rollart.data.weights import open_store
 
-    return InferenceWorker(model_folder, engine, engine_options, FileWeightStore(**weights))
+    store = open_store(**weights)
+    if engine == "http":
+        from rollart.data.engines import check_options
+        from rollart.data.http_inference import HTTPInference
+
+        check_options(HTTPInference, engine_options)
+        return HTTPInference(model_folder, store, **engine_options)
+    if part:
+        from rollart.data.handoff import PARTS
+
+        return PARTS[part](model_folder, engine, engine_options, store, parcels)
+    return InferenceWorker(model_folder, engine, engine_options, store)
 
 
 def training(
@@ -47,18 +66,18 @@ def training(
     from rollart.data.train_rank import TrainRank
     from rollart.data.trainers import trainer_factory
     from rollart.data.training import TrainWorker
-    from rollart.data.weights import FileWeightStore
+    from rollart.data.weights import open_store
     from rollart.sections import TrainConfig
 
     factory, settings = trainer_factory(trainer), msgspec.convert(options, TrainConfig)
     what = {"model_folder": model_folder, "options": settings, "temperature": temperature, "seed": seed}
     if trainer not in GROUPS:
-        return TrainWorker(factory(**what, device=device), FileWeightStore(**weights))
+        return TrainWorker(factory(**what, device=device), open_store(**weights))
 
     def build(ranks: Ranks) -> Trainer:
         return factory(**what, ranks=ranks)
 
-    return TrainRank(build, FileWeightStore(**weights), device, settings.collective_timeout_s)
+    return TrainRank(build, lambda: open_store(**weights), device, settings.collective_timeout_s)
 
 
 def environment(tasks: dict[str, Any], num_threads: int) -> EnvironmentWorker:

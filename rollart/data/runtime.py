@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from rollart.data.channel import STREAM_LIMIT, Channel
+from rollart.data.handshake import greeting
 from rollart.data.listener import Listener
 from rollart.data.wire import Call, encode
 from rollart.data.worker import Host, answer, build
@@ -51,6 +52,7 @@ class LocalRuntime:
 
     def __init__(self, log_folder: Path) -> None:
         self._log_folder = log_folder
+        self._greeting = greeting()
         self._sockets = Sockets()
         self._workers: list[ProcessWorker] = []
 
@@ -65,7 +67,7 @@ class LocalRuntime:
         visible = environment_of(binding, os.environ)
         worker = await ProcessWorker.launch(name, self._log_folder / f"{name}.log", self._sockets, visible)
         self._workers.append(worker)
-        await worker.call("__build__", target, dict(kwargs))
+        await worker.call("__build__", target, dict(kwargs), self._greeting)
         return worker
 
     async def shutdown(self) -> None:

@@ -1,19 +1,22 @@
 """The trainer's worker: what lives in the process, and the handle through which control reaches it, or all its ranks.
 
-Invariants: weights go from the trainer to the store without passing control, which says only their version; importing
-this file imports no torch, so that a driver can hold a `RemoteTrainer`.
+Invariants: weights go from the trainer to the store without passing control, which says only their version; weights
+that the trainer no longer has are not published under the version that they had; every iteration over the trainer's
+tensors is gone through to its end, as several ranks may have to; importing this file imports no torch, so that a driver
+can hold a `RemoteTrainer`.
 What this file leaves out: the optimizer (`data/trainers`), the store (`data/weights.py`), the process (`data/worker`),
-and the inside of a rank (`data/train_rank.py`).
+and what is said to a rank alone (`data/train_rank.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, cast
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
 
-from rollart.errors import RankError, WorkerDied
-from rollart.protocols import Trainer, WeightStore, WorkerHandle
+from rollart.errors import RankError, WeightsError, WeightsLost, WorkerDied
+from rollart.protocols import Tensors, Trainer, WorkerHandle
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
 Sequences = list[tuple[list[int], list[float]]]
@@ -22,24 +25,53 @@ LAST_WORDS_S = 10.0
 """How long ranks may take to fail after the first of them did, or to be found dead."""
 
 
+class Shelving(Protocol):
+    """The writing side of `protocols.WeightStore`."""
+
+    def publish(self, version: int, tensors: Tensors) -> WeightManifest: ...
+
+    def rescue(self, version: int, tensors: Tensors) -> WeightManifest: ...
+
+
 class TrainWorker:
     """One trainer and the store it publishes to. Its methods block; the worker runs them in one thread, in turn."""
 
-    def __init__(self, trainer: Trainer, store: WeightStore) -> None:
+    def __init__(self, trainer: Trainer, store: Shelving) -> None:
         self._trainer = trainer
         self._store = store
+        self._version: int | None = None
+        """Of the current weights; None before they are asked to be published."""
         self._warmed_up = (0, 0.0)
 
     def train_step(self, batch: TrainBatch) -> TrainReport:
         """See `Trainer.train_step`."""
+        self._version = None
         return self._trainer.train_step(batch)
 
     def publish(self, version: int) -> WeightManifest:
-        """Write the current weights to the store as `version`. Raises WeightsError."""
-        return self._store.publish(version, self._trainer.tensors())
+        """Write the current weights to the store as `version`. Raises WeightsError; WeightsLost: see `rescue`."""
+        self._version = version
+        return self._with_all(lambda tensors: self._store.publish(version, tensors))
+
+    def rescue(self, version: int) -> WeightManifest:
+        """Publish a version elsewhere that could not be published, or was lost.
+
+        Raises WeightsError, also when the trainer has other weights by now.
+        """
+        if self._version != version:
+            raise WeightsError(f"version {version} is lost, and the trainer holds other weights by now")
+        return self._with_all(lambda tensors: self._store.rescue(version, tensors))
+
+    def _with_all(self, publish: Callable[[Tensors], WeightManifest]) -> WeightManifest:
+        tensors = iter(self._trainer.tensors())
+        try:
+            return publish(tensors)
+        finally:
+            deque(tensors, maxlen=0)
 
     def warmup(self, sequences: Sequences, steps: int, learning_rate: float, batch_tokens: int) -> tuple[float, float]:
         """See `Trainer.warmup`."""
+        self._version = None
         return self._trainer.warmup(sequences, steps, learning_rate, batch_tokens, self._heard)
 
     async def warmup_progress(self) -> tuple[int, float]:
@@ -63,17 +95,20 @@ class TrainWorker:
 
     def load(self, folder: str) -> None:
         """See `Trainer.load`."""
+        self._version = None
         self._trainer.load(folder)
 
 
 class RemoteTrainer:
     """Implements `protocols.TrainHandle` over the workers of the trainer: one `TrainWorker`, or `TrainRank`s in order.
 
-    Ranks are called one call at a time, as the calls of a group must come to all of its members in one order.
+    Ranks are called one call at a time, as the calls of a group must come to all of its members in one order. `say`
+    hears, in one line, when a publication did not go as usual.
     """
 
-    def __init__(self, *workers: WorkerHandle) -> None:
+    def __init__(self, *workers: WorkerHandle, say: Callable[[str], None] | None = None) -> None:
         self._first, self._others = workers[0], workers[1:]
+        self._say = say
         self._turn = asyncio.Lock()
 
     async def train_step(self, batch: TrainBatch) -> TrainReport:
@@ -81,8 +116,24 @@ class RemoteTrainer:
         return cast(TrainReport, await self._all("train_step", batch, others=(None,), returns=TrainReport))
 
     async def publish(self, version: int) -> WeightManifest:
-        """Publish the current weights; returns when the manifest is written. Raises WeightsError, WorkerDied."""
-        return cast(WeightManifest, await self._all("publish", version, returns=WeightManifest))
+        """Publish the current weights, where they can be; returns when the manifest is written.
+
+        Raises WeightsError, WorkerDied.
+        """
+        try:
+            return await self._manifest("publish", version)
+        except WeightsLost:
+            return await self._manifest("rescue", version)
+
+    async def rescue(self, version: int) -> None:
+        """Publish a version that was lost once more, elsewhere. Raises WeightsError, WorkerDied."""
+        await self._manifest("rescue", version)
+
+    async def _manifest(self, method: str, version: int) -> WeightManifest:
+        manifest = cast(WeightManifest, await self._all(method, version, returns=WeightManifest))
+        if manifest.note and self._say is not None:
+            self._say(f"weights: {manifest.note}")
+        return manifest
 
     async def warmup(
         self, sequences: Sequence[tuple[list[int], list[float]]], steps: int, learning_rate: float, batch_tokens: int

@@ -1,135 +1,273 @@
-"""Versions of the weights as files, for one writer and any number of readers in other processes.
+"""Versions of the weights on a shelf, for one writer and any number of readers in other processes.
 
-    FOLDER/v00000007/bucket-0000.safetensors ...   each written under another name, then renamed
-    FOLDER/v00000007/manifest.json                 renamed into place last: from then on the version exists
+    publish   tensors -> buckets of about `bucket_bytes` -> shelf, one after the other; then the manifest
+    fetch     manifest -> bucket by bucket: read, sum, compare, give out its tensors in the bucket's own memory
 
-Invariants: a published version never changes; the newest `keep` versions are there; whatever `fetch` returns has
-passed its checksums. Removal drops the manifest first, so a reader that comes too late is told so.
-What this file leaves out: where the folder lies (`data/weights_folder.py`), other transports.
+With `delta`, every `delta`-th version is whole; a version between them holds, per bucket, only what changed since the
+version before. A reader goes back from the version that it wants to the last whole one, or to the one that it read
+last, and forward again bucket by bucket.
+
+Invariants: a published version never changes; the newest `keep` versions, and what they are differences to, are there;
+whatever `fetch` gives out has passed its bucket's checksum, in full, also when it was put together from differences;
+weights of another model are refused before the first bucket is read. Without `delta`, neither side holds more than a
+bucket beside the weights; with it, each side keeps the version that it had last.
+What this file leaves out: where bytes lie (`stores/files.py`, `stores/mooncake_shelf.py`).
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import safetensors.torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from rollart.data.stores import delta as deltas
+from rollart.data.stores.bucket import in_buckets, num_bytes, parts_of, tensors_of
+from rollart.data.stores.checksum import Buffer, Checksum, begin, checksum, fastest
+from rollart.data.stores.files import FileShelf
+from rollart.data.stores.manifest import check_model, fingerprint, info_of
+from rollart.data.stores.shelf import Shelf
 from rollart.errors import ConfigError, WeightsError, boundary
+from rollart.protocols import WeightStore
 from rollart.types import Bucket, ParameterInfo, WeightManifest
 
-MANIFEST = "manifest.json"
-Write = Callable[[Path, bytes], None]
+SLICE_BYTES = 1 << 20
+"""Summed and written piece by piece, a bucket is read from memory once."""
+SMALL_BYTES = 4 << 20
+"""Weights of so little are read in a few milliseconds."""
+WORTHWHILE = 0.75
+"""A difference that is larger than this share of its bucket is not worth the work of putting it together."""
+
+Held = tuple[int, list[Buffer]]
+"""A version and its whole buckets."""
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write under another name and rename. No fsync: the folder is in shared memory, or lost with its run."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
-class FileWeightStore:
-    """Implements `protocols.WeightStore` in a folder.
+class BucketStore:
+    """Implements `protocols.WeightStore` on a shelf.
 
     `bucket_bytes`: a bucket is closed before it grows beyond this; a larger tensor has one of its own.
     `keep`: versions kept, at least 2, so that the one being read is not the one dropped.
-    `write`: how a file is written.
+    `delta`: a whole version every so many; 0 or 1: always.
+    `algorithm`: of the checksums, default the fastest here.
     """
 
-    def __init__(self, folder: str | Path, bucket_bytes: int, keep: int, write: Write = write_file) -> None:
+    def __init__(self, shelf: Shelf, bucket_bytes: int, keep: int, delta: int = 0, algorithm: str = "") -> None:
         if keep < 2:
             raise ConfigError(f"weights.keep: {keep} would drop the version that engines are reading; take at least 2")
-        self.folder = Path(folder)
+        self.shelf = shelf
         self._bucket_bytes = bucket_bytes
         self._keep = keep
-        self._write = write
+        self._delta = delta
+        self._algorithm = algorithm or fastest()
+        self._written: Held | None = None
+        self._num_since_whole = 0
+        self._held: Held | None = None
+
+    @property
+    def where(self) -> str:
+        """For people, to follow the word "in"."""
+        return self.shelf.where
 
     # --------------------------------------------------------------------------------------------------------- writing
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightManifest:
         """Write buckets, then the manifest; drop versions beyond the number kept.
 
-        Raises WeightsError when the version exists, a name comes twice, or the disk is full; then the version does
+        Raises WeightsError when the version exists, a name comes twice, or there is no room; then the version does
         not exist.
         """
-        place = self._place(version)
-        if (place / MANIFEST).exists():
-            raise WeightsError(f"version {version} is already published in {self.folder} and cannot change")
+        where = self.shelf.where
+        if self.shelf.manifest(version) is not None:
+            raise WeightsError(f"version {version} is already published in {where} and cannot change")
+        written, self._written = self._written, None  # until this one is whole
         try:
-            with boundary(WeightsError, f"publishing version {version} in {self.folder}"):
-                shutil.rmtree(place, ignore_errors=True)  # what a publisher that died left behind
-                place.mkdir(parents=True)
-                manifest = self._write_version(version, place, tensors)
-        except WeightsError as error:
-            shutil.rmtree(place, ignore_errors=True)
-            raise self._explained(error, version) from error
-        for old in self.versions()[: -self._keep]:
-            self._drop(old)
+            with boundary(WeightsError, f"publishing version {version} in {where}"):
+                self.shelf.drop(version)  # what a publisher that died left behind
+                manifest = self._write_version(version, tensors, self._base(written))
+                self.shelf.seal(version, msgspec.json.encode(manifest))
+        except WeightsError:
+            self._written = None
+            with suppress(WeightsError):
+                self._forget(version)
+            raise
+        self._num_since_whole = 0 if manifest.base is None else self._num_since_whole + 1
+        for old in self._superfluous():
+            self._forget(old)
         return manifest
 
-    def _write_version(self, version: int, place: Path, tensors: Iterable[tuple[str, Tensor]]) -> WeightManifest:
+    def _base(self, written: Held | None) -> Held | None:
+        """What the next version may be a difference to."""
+        return written if self._num_since_whole + 1 < self._delta else None
+
+    def _write_version(self, version: int, tensors: Iterable[tuple[str, Tensor]], base: Held | None) -> WeightManifest:
         buckets: list[Bucket] = []
-        parameters: list[ParameterInfo] = []
-        names: set[str] = set()
+        parameters: dict[str, ParameterInfo] = {}
+        held: list[Buffer] = []
         for group in in_buckets(tensors, self._bucket_bytes):
-            twice = names.intersection(group)
-            if twice:
+            if twice := parameters.keys() & group.keys():
                 raise WeightsError(f"parameter {min(twice)!r} comes twice")
-            names.update(group)
-            data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in group.items()})
+            parameters |= {name: info_of(name, tensor) for name, tensor in group.items()}
             key = f"bucket-{len(buckets):04d}.safetensors"
-            self._write(place / key, data)
-            buckets.append(Bucket(key, len(data), zlib.crc32(data), tuple(group)))
-            parameters += [
-                ParameterInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in group.items()
-            ]
-        manifest = WeightManifest(version, tuple(buckets), tuple(parameters))
-        self._write(place / MANIFEST, msgspec.json.encode(manifest))
-        return manifest
-
-    def _explained(self, error: WeightsError, version: int) -> WeightsError:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return error
-        kept = self.versions()
-        held = sum(self.num_bytes(old) for old in kept)
-        free = shutil.disk_usage(self.folder).free
-        return WeightsError(
-            f"no room for version {version} in {self.folder}: {len(kept)} versions there take {held:,} bytes, "
-            f"{free:,} bytes are free; free some space, lower weights.keep, or choose another folder"
+            if self._delta < 2:
+                buckets.append(self._write_bucket(version, key, group))
+                continue
+            whole = memoryview(bytearray().join(parts_of(group)))
+            buckets.append(self._write_change(version, key, group, whole, _taken(base, len(held))))
+            held.append(whole)
+        if self._delta > 1:
+            self._written = version, held
+        return WeightManifest(
+            version,
+            tuple(buckets),
+            tuple(parameters.values()),
+            model=fingerprint(parameters.values()),
+            checksums=self._algorithm,
+            base=base[0] if base is not None and any(bucket.delta for bucket in buckets) else None,
         )
 
-    def _drop(self, version: int) -> None:
-        (self._place(version) / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(self._place(version), ignore_errors=True)
+    def _write_bucket(self, version: int, key: str, group: Mapping[str, Tensor]) -> Bucket:
+        parts, running = parts_of(group), begin(self._algorithm)
+        size = num_bytes(parts)
+        self.shelf.write(version, key, size, _summed(parts, running))
+        return Bucket(key, size, running.value(), tuple(group))
+
+    def _write_change(
+        self, version: int, key: str, group: Mapping[str, Tensor], whole: memoryview, before: Buffer | None
+    ) -> Bucket:
+        """What changed since `before`, or everything where that is less or there is no such bucket."""
+        bucket = Bucket(key, whole.nbytes, checksum(self._algorithm, whole), tuple(group))
+        if before is None or whole.nbytes != memoryview(before).nbytes or whole.nbytes > deltas.MAX_BYTES:
+            self.shelf.write(version, key, whole.nbytes, [whole])
+            return bucket
+        change = deltas.difference(before, whole, min(tensor.element_size() for tensor in group.values()))
+        if change is None:
+            return replace(bucket, key="", delta=True, stored_bytes=0)
+        if len(change) > WORTHWHILE * whole.nbytes:
+            self.shelf.write(version, key, whole.nbytes, [whole])
+            return bucket
+        key = key.replace(".safetensors", ".delta")
+        self.shelf.write(version, key, len(change), [memoryview(change)])
+        return replace(bucket, key=key, delta=True, stored_bytes=len(change))
+
+    def _superfluous(self) -> list[int]:
+        """Versions beyond those kept that no kept one is a difference to."""
+        versions = self.shelf.versions()
+        needed = set(versions[-self._keep :])
+        for version in sorted(needed, reverse=True):
+            while (base := self.manifest(version).base) is not None:
+                needed.add(version := base)
+        return [version for version in versions if version not in needed]
+
+    def _forget(self, version: int) -> None:
+        with boundary(WeightsError, f"dropping version {version} in {self.shelf.where}"):
+            self.shelf.drop(version)
 
     # --------------------------------------------------------------------------------------------------------- reading
-    def fetch(self, version: int) -> list[tuple[str, Tensor]]:
-        """Read and verify one version, in the order published. Raises WeightsError when missing or damaged."""
+    def fetch(self, version: int, model: Sequence[ParameterInfo] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Read a version bucket by bucket, in the order published; nobody changes these tensors any more.
+
+        `model`: what its parameters must be. Raises WeightsError, at once for a version that is missing or of another
+        model, and before it gives out anything of a bucket that is missing or damaged.
+        """
         manifest = self.manifest(version)
-        return [pair for bucket in manifest.buckets for pair in self._read_bucket(version, bucket)]
+        if model is not None:
+            check_model(manifest, model, self.shelf.where)
+        held, self._held = self._held, None  # its buckets are let go one after the other
+        return self._tensors(self._chain(manifest, held), held)
+
+    def _tensors(self, chain: list[WeightManifest], base: Held | None) -> Iterator[tuple[str, Tensor]]:
+        manifest = chain[0]
+        held: list[Buffer] = []
+        for index, bucket in enumerate(manifest.buckets):
+            buffer = self._bucket(index, chain, _taken(base, index))
+            if self._delta > 1:
+                held.append(buffer)
+            with boundary(WeightsError, f"{bucket.key} of version {manifest.version} in {self.shelf.where} is damaged"):
+                yield from tensors_of(buffer, bucket.names)
+        if self._delta > 1:
+            self._held = manifest.version, held
+
+    def _chain(self, manifest: WeightManifest, held: Held | None) -> list[WeightManifest]:
+        """This version and those that it is a difference to, newest first, back to the one held or a whole one."""
+        chain = [manifest]
+        while (base := chain[-1].base) is not None and (held is None or base != held[0]):
+            chain.append(self.manifest(base))
+        return chain
+
+    def _bucket(self, index: int, chain: list[WeightManifest], base: Buffer | None) -> Buffer:
+        """One whole bucket that has passed its checksum; what was held is not trusted more than what is read."""
+        try:
+            return self._verified(index, chain, base)
+        except WeightsError:
+            if base is None:
+                raise
+            return self._verified(index, self._chain(chain[0], None), None)
+
+    def _verified(self, index: int, chain: list[WeightManifest], base: Buffer | None) -> Buffer:
+        newest = chain[0].buckets[index]
+        buffer = self._assembled(index, chain, base)
+        found, size = checksum(chain[0].checksums, buffer), memoryview(buffer).nbytes
+        if size != newest.num_bytes or found != newest.checksum:
+            raise WeightsError(
+                f"{newest.key or f'bucket {index}'} of version {chain[0].version} in {self.shelf.where} is damaged: "
+                f"{size} bytes with checksum {found}, published were {newest.num_bytes} bytes with {newest.checksum}"
+            )
+        return buffer
+
+    def _assembled(self, index: int, chain: list[WeightManifest], base: Buffer | None) -> Buffer:
+        """From the newest version in the chain where the bucket is whole, else from `base`, forward again."""
+        changes: list[Buffer] = []
+        whole = base
+        with boundary(WeightsError, f"bucket {index} of version {chain[0].version} in {self.shelf.where} is damaged"):
+            for manifest in chain:
+                bucket = manifest.buckets[index]
+                if not bucket.delta:
+                    whole = self._read(manifest.version, bucket.key, bucket.num_bytes)
+                    break
+                if bucket.stored_bytes:
+                    changes.append(self._read(manifest.version, bucket.key, bucket.stored_bytes))
+            if whole is None:
+                raise ValueError("it is a difference to nothing")
+            for change in reversed(changes):
+                whole = deltas.applied(whole, change)
+        return whole
+
+    def _read(self, version: int, key: str, size: int) -> Buffer:
+        data = self.shelf.read(version, key, size)
+        if data is None:
+            raise self._missing(version)
+        return data
 
     def manifest(self, version: int) -> WeightManifest:
         """What a version consists of. Raises WeightsError."""
-        try:
-            data = (self._place(version) / MANIFEST).read_bytes()
-        except FileNotFoundError:
-            raise self._missing(version) from None
-        with boundary(WeightsError, f"manifest of version {version} in {self.folder} is damaged"):
-            return msgspec.json.decode(data, type=WeightManifest)
+        data = self.shelf.manifest(version)
+        if data is None:
+            raise self._missing(version)
+        with boundary(WeightsError, f"manifest of version {version} in {self.shelf.where} is damaged"):
+            manifest = msgspec.json.decode(data, type=WeightManifest)
+            if manifest.version != version or (manifest.base is not None and manifest.base >= version):
+                raise ValueError(f"it says version {manifest.version}, base {manifest.base}")
+        return manifest
 
-    def num_bytes(self, version: int) -> int:
-        """Size of a version's buckets; 0 when it is not there."""
+    def has(self, version: int) -> bool:
+        """Whether a version is there."""
+        return self.shelf.manifest(version) is not None
+
+    def quick(self, version: int) -> bool:
+        """Whether fetching it takes a few milliseconds at most, or fails as fast."""
+        if not self.shelf.near:
+            return False
         try:
-            return sum(bucket.num_bytes for bucket in self.manifest(version).buckets)
+            return sum(bucket.num_bytes for bucket in self.manifest(version).buckets) <= SMALL_BYTES
         except WeightsError:
-            return 0
+            return True
+
+    def rescue(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest:  # noqa: ARG002
+        """There is no other place. Raises WeightsError."""
+        raise WeightsError(f"version {version} cannot be read from {self.shelf.where}, and there is no other place")
 
     def latest(self) -> int | None:
         """The newest published version."""
@@ -137,44 +275,58 @@ class FileWeightStore:
 
     def versions(self) -> list[int]:
         """All published versions, oldest first."""
-        return sorted(int(path.parent.name[1:]) for path in self.folder.glob(f"v[0-9]*/{MANIFEST}"))
-
-    def _read_bucket(self, version: int, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        try:
-            data = (self._place(version) / bucket.key).read_bytes()
-        except FileNotFoundError:
-            raise self._missing(version) from None
-        if len(data) != bucket.num_bytes or zlib.crc32(data) != bucket.checksum:
-            raise WeightsError(
-                f"{bucket.key} of version {version} in {self.folder} is damaged: {len(data)} bytes with checksum "
-                f"{zlib.crc32(data)}, published were {bucket.num_bytes} bytes with {bucket.checksum}"
-            )
-        tensors = safetensors.torch.load(data)
-        return ((name, tensors[name]) for name in bucket.names)
+        return self.shelf.versions()
 
     def _missing(self, version: int) -> WeightsError:
         there = self.versions()
         if there and version < there[0]:
             reason = f"it was dropped (weights.keep = {self._keep}); fetch it sooner, or keep more"
-        elif (self._place(version) / MANIFEST).exists():
+        elif version in there:
             reason = "it has a manifest, but not all of its buckets"
-        else:
+        elif self.shelf.near:
             reason = "it was never published"
-        return WeightsError(f"version {version} is not in {self.folder}: {reason}; versions there: {there or 'none'}")
+        else:
+            return WeightsError(f"version {version} is not in {self.shelf.where}: it was dropped, lost or never there")
+        return WeightsError(
+            f"version {version} is not in {self.shelf.where}: {reason}; versions there: {there or 'none'}"
+        )
 
-    def _place(self, version: int) -> Path:
-        return self.folder / f"v{version:08d}"
+
+class FileWeightStore(BucketStore):
+    """A store of files in a folder; see `FileShelf`."""
+
+    def __init__(self, folder: str | Path, bucket_bytes: int, keep: int, delta: int = 0) -> None:
+        super().__init__(FileShelf(folder), bucket_bytes, keep, delta)
 
 
-def in_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors in their order into buckets of at most `bucket_bytes`; a larger tensor stands alone."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if bucket and (size + tensor.nbytes > bucket_bytes or name in bucket):
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+def open_store(
+    folder: str | Path, bucket_bytes: int, keep: int, delta: int = 0, mooncake: Mapping[str, Any] | None = None
+) -> WeightStore:
+    """The store of a run, from plain values. `mooncake`: arguments of `MooncakeShelf`; files are then its stand-in.
+
+    Raises ConfigError where a package is missing.
+    """
+    files = FileWeightStore(folder, bucket_bytes, keep, delta)
+    if mooncake is None:
+        return files
+    from rollart.data.stores.fallback import FallbackStore
+    from rollart.data.stores.mooncake_shelf import MooncakeShelf
+
+    return FallbackStore(BucketStore(MooncakeShelf(**mooncake), bucket_bytes, keep, delta), files)
+
+
+def _taken(held: Held | None, index: int) -> Buffer | None:
+    """One of the buckets held, if there is one, which is then held no more."""
+    if held is None or index >= len(held[1]):
+        return None
+    taken, held[1][index] = held[1][index], None
+    return taken
+
+
+def _summed(parts: Iterable[memoryview], running: Checksum) -> Iterator[memoryview]:
+    """The parts in slices, each taken into the sum just before somebody copies it."""
+    for part in parts:
+        for first in range(0, part.nbytes, SLICE_BYTES):
+            piece = part[first : first + SLICE_BYTES]
+            running.update(piece)
+            yield piece

@@ -47,13 +47,13 @@ class WeightsFolder:
 
 
 def default_folder(
-    run_name: str, run_folder: Path, model_bytes: int, keep: int, shared_memory: Path = SHARED_MEMORY
+    run_name: str, run_folder: Path, model_bytes: int, num_versions: int, shared_memory: Path = SHARED_MEMORY
 ) -> WeightsFolder:
-    """A new folder in shared memory if it has room for `keep` versions and one being written, else in `run_folder`.
+    """A new folder in shared memory if it has room for so many versions, else in `run_folder`.
 
     Also removes what dead runs left in the place chosen. Raises WeightsError when neither has room.
     """
-    needed = (keep + 1) * model_bytes
+    needed = num_versions * model_bytes
     free: dict[Path, int] = {}
     for parent in (shared_memory, run_folder):
         if parent == run_folder:
@@ -65,9 +65,9 @@ def default_folder(
         if free[parent] >= needed:
             return WeightsFolder(parent, run_name)
     raise WeightsError(
-        f"no room for weights: {keep} + 1 versions of {model_bytes:,} bytes are {needed:,} bytes, but free are "
+        f"no room for weights: {num_versions} versions of {model_bytes:,} bytes are {needed:,} bytes, but free are "
         + " and ".join(f"{num_bytes:,} bytes in {parent}" for parent, num_bytes in free.items())
-        + "; lower weights.keep or free some space"
+        + "; lower weights.keep or weights.delta, or free some space"
     )
 
 

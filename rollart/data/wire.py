@@ -15,7 +15,7 @@ import functools
 import struct
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ HEADER = struct.Struct("!Q")
 MAX_FRAME_BYTES = 1 << 34
 SMALL_BYTES = 1 << 16
 """Up to here one write of a copy is cheaper than two writes."""
+READ_BYTES = 1 << 20
 
 
 class Failure(Struct, array_like=True):
@@ -88,19 +89,59 @@ def _kinds(function: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(kind for name, kind in typing.get_type_hints(function).items() if name != "return")
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """One frame. Raises asyncio.IncompleteReadError at the end of the stream."""
-    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    if length > MAX_FRAME_BYTES:
-        raise WorkerError(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}: the stream is damaged")
-    return await reader.readexactly(length)
+async def frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """All frames, until ConnectionError says that the stream has ended. Raises WorkerError where it is damaged.
+
+    What arrived together is taken apart without going back to the event loop: with many small calls under way that
+    costs less than the calls.
+    """
+    buffer, begin = bytearray(), 0
+    while True:
+        while len(buffer) - begin >= HEADER.size:
+            (length,) = HEADER.unpack_from(buffer, begin)
+            if length > MAX_FRAME_BYTES:
+                raise WorkerError(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}: the stream is damaged")
+            end = begin + HEADER.size + length
+            if len(buffer) < end:
+                break
+            yield bytes(memoryview(buffer)[begin + HEADER.size : end])
+            begin = end
+        del buffer[:begin]
+        begin = 0
+        if not (chunk := await reader.read(READ_BYTES)):
+            raise ConnectionError("the other end of the stream is gone")
+        buffer += chunk
 
 
-def write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
-    """Queue one frame; `await writer.drain()` to wait for room."""
-    header = HEADER.pack(len(payload))
-    if len(payload) <= SMALL_BYTES:
-        writer.write(header + payload)
-    else:
-        writer.write(header)
-        writer.write(payload)
+class FrameWriter:
+    """Frames that are written in one turn of the event loop leave with one system call.
+
+    Waking the process at the other end is the dearest part of a small call, and calls come in bursts.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._waiting: list[bytes] = []
+
+    def write(self, payload: bytes) -> None:
+        """Queue one frame; `await drain()` to wait for room."""
+        header = HEADER.pack(len(payload))
+        if len(payload) > SMALL_BYTES:  # joining it to others would copy it
+            self.flush()
+            self._writer.write(header)
+            self._writer.write(payload)
+            return
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting += (header, payload)
+
+    def flush(self) -> None:
+        """Send what waits, now."""
+        if self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            self._writer.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the other end has taken enough. Raises ConnectionError when it is gone."""
+        await self._writer.drain()

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,10 +25,11 @@ from typing import Any
 import msgspec
 
 from rollart.data.channel import STREAM_LIMIT
+from rollart.data.handshake import check_greeting
 from rollart.data.listener import Listener
 from rollart.data.serverless.registry import attach
 from rollart.data.targets import named
-from rollart.data.wire import Answer, Call, Failure, decode_arguments, encode, read_frame, write_frame
+from rollart.data.wire import Answer, Call, Failure, FrameWriter, decode_arguments, encode, frames
 
 
 def build(target: str, kwargs: Mapping[str, Any]) -> Any:
@@ -82,40 +83,47 @@ async def answer(host: Host, call: Call) -> Answer:
 
 async def serve(connection: socket.socket) -> None:
     """Build the object that the first frame names, then answer calls until the stream ends."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_LIMIT)
-    first = msgspec.msgpack.decode(await read_frame(reader), type=Call)
-    target, kwargs = (msgspec.msgpack.decode(raw) for raw in first.arguments)
+    reader, stream = await asyncio.open_connection(sock=connection, limit=STREAM_LIMIT)
+    calls, writer = frames(reader), FrameWriter(stream)
+    first = msgspec.msgpack.decode(await anext(calls), type=Call)
+    target, kwargs, hello = (msgspec.msgpack.decode(raw) for raw in first.arguments)
     try:
+        check_greeting(hello, "the driver")
         host = Host(build(target, kwargs))
         await host.start()
     except Exception as error:
-        write_frame(writer, encode(Answer(first.number, failure=Failure.of(error))))
-        await writer.drain()
+        await _say(writer, Answer(first.number, failure=Failure.of(error)))
         return
-    write_frame(writer, encode(Answer(first.number)))
+    await _say(writer, Answer(first.number))
     with contextlib.closing(Listener(partial(answer, host))) as listener:
-        await _obey(host, listener, reader, writer)
+        await _obey(host, listener, calls, writer)
 
 
-async def _obey(host: Host, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _obey(host: Host, listener: Listener, calls: AsyncIterator[bytes], writer: FrameWriter) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def reply(work: Awaitable[Answer]) -> None:
-        write_frame(writer, encode(await work))
+        writer.write(encode(await work))
         await writer.drain()
 
-    while True:
-        call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
+    async for frame in calls:
+        call = msgspec.msgpack.decode(frame, type=Call)
         if call.method == "__stop__":
             listener.close()
             await host.close()
-            write_frame(writer, encode(Answer(call.number)))
-            await writer.drain()
+            await _say(writer, Answer(call.number))
             return
         work = _listen(listener, call) if call.method == "__listen__" else answer(host, call)
         task = asyncio.create_task(reply(work))
         running.add(task)
         task.add_done_callback(running.discard)
+
+
+async def _say(writer: FrameWriter, said: Answer) -> None:
+    """At once."""
+    writer.write(encode(said))
+    writer.flush()
+    await writer.drain()
 
 
 async def _listen(listener: Listener, call: Call) -> Answer:
@@ -134,7 +142,7 @@ def main() -> None:
     code = 0
     try:
         asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except ConnectionError:
         code = 3
     except Exception:
         traceback.print_exc()

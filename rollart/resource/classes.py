@@ -62,6 +62,7 @@ CLASSES = {
 ROLE_WANTS: dict[str, Optimised] = {
     "actor_train": "compute",
     "actor_gen": "bandwidth",
+    "prefill": "compute",
     "environment": "cpu",
     "reward": "general",
     "rollout": "cpu",

@@ -1,8 +1,9 @@
 """ResourceManager: the live view of all pools in a metadata store, and what this run holds of them (paper section 2).
 
 A run holds a lease. While its heart beats, its bindings count; when the lease ends (kill -9, lost machine) whoever
-binds next takes its devices back. The store may go away for a while: what is bound stays bound, binding says so and
-fails, and when the store comes back empty the run writes its pools and bindings again.
+binds next takes its devices back. A run that was only frozen beyond its lease (SIGSTOP, a machine asleep) gets back
+what nobody has taken; of the rest it is told by `on_taken`. The store may go away for a while: what is bound stays
+bound, binding says so and fails, and when the store comes back empty the run writes its pools and bindings again.
 
 Invariants: every change is one compare-and-swap of the whole view, made by the pure `Pools`; a device is never held by
 two runs whose leases are held. What this file leaves out: processes on the bindings (`data/cluster.py`).
@@ -11,6 +12,7 @@ two runs whose leases are held. What this file leaves out: processes on the bind
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -38,6 +40,9 @@ class ResourceManager:
 
     lease_s: how long after its last sign of life a run's bindings are its own.
     warn: told, in one line, of what a person should know (a lost store, devices taken back).
+
+    `on_taken`, set by whoever has workers on the bindings, hears of each that another run has got, and of that run: it
+    is nobody's here any more, and its worker must leave the devices.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class ResourceManager:
         self._lost: list[str] = []
         self._gone: set[str] = set()
         self._beating: asyncio.Task[None] | None = None
+        self.on_taken: Callable[[Binding, str], None] = lambda *_: None
 
     # --------------------------------------------------------------------------------------------------- life cycle
     async def open(self) -> None:
@@ -115,14 +121,20 @@ class ResourceManager:
     async def fail(self, binding: Binding) -> None:
         """The devices of a binding are broken: nobody gets them any more. Raises ResourceError."""
         self._note_loss(f"{binding}")
-        lost = await self._change(lambda pools: pools.fail(binding.pool, binding.node, binding.devices))
-        self._forget(lost)
+        await self._change(lambda pools: pools.fail(binding.pool, binding.node, binding.devices))
+        self._mine.pop(binding.binding_id, None)
 
     async def fail_node(self, node: str) -> list[Binding]:
-        """A node is gone; the bindings of this run that were on it. Raises ResourceError."""
+        """A node is gone, as another run may have said before; the bindings of this run that were on it.
+
+        Raises ResourceError.
+        """
         self._note_loss(f"node {node}")
-        lost = await self._change(lambda pools: pools.fail_node(node))
-        return self._forget(lost)
+        await self._change(lambda pools: pools.fail_node(node))
+        lost = [binding for binding in self._mine.values() if binding.node == node]
+        for binding in lost:
+            del self._mine[binding.binding_id]
+        return lost
 
     # --------------------------------------------------------------------------------------------------------- view
     @property
@@ -135,6 +147,8 @@ class ResourceManager:
 
         While the store is away, what is bound stays bound.
         """
+        if binding.binding_id not in self._mine:
+            return False
         try:
             _, document = await self._ask(self._store.read, self._key)
         except ResourceError:
@@ -192,17 +206,23 @@ class ResourceManager:
 
     async def _look(self) -> tuple[int, Pools]:
         """The newest view with this run's pools and bindings in it, and with no dead run in it."""
+        revision, pools = await self._living()
+        pools.declare(self._specs)
+        for binding in self._mine.values():
+            if pools.binding(binding.binding_id) is None:
+                with contextlib.suppress(ResourceError):  # another run has got its devices, or has seen them break
+                    pools.adopt(binding)
+        return revision, pools
+
+    async def _living(self) -> tuple[int, Pools]:
+        """The newest view without dead runs."""
         revision, document = await self._ask(self._store.read, self._key)
         pools = self._decoded(document)
-        pools.declare(self._specs)
         others = sorted(pools.runs() - {self._run})
         alive = await self._ask(self._store.held, [f"{self._name}/{run}" for run in others]) if others else []
         for run, lives in zip(others, alive, strict=True):
             if not lives:
                 self._note_gone(run, len(pools.release_run(run)))
-        for binding in self._mine.values():
-            if pools.binding(binding.binding_id) is None:
-                pools.adopt(binding)
         return revision, pools
 
     def _decoded(self, document: bytes) -> Pools:
@@ -221,7 +241,7 @@ class ResourceManager:
             self._warn(f"run {run!r} is gone without giving its devices back: {num_bindings} bindings taken back")
 
     async def _beat(self) -> None:
-        """Renew the lease for ever; when the store was away, put back what it has lost."""
+        """Renew the lease for ever; put back what the store has lost, and let go of what others have got."""
         away = False
         while True:
             await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
@@ -238,11 +258,21 @@ class ResourceManager:
                 away = True
 
     async def _restore(self) -> None:
-        """Write again what a store that restarted without its data no longer knows."""
-        _, document = await self._ask(self._store.read, self._key)
-        known = self._decoded(document)
-        if any(known.binding(binding_id) is None for binding_id in self._mine):
+        """Write again what a store that restarted without its data, or after this run's lease, no longer knows."""
+        _, pools = await self._living()
+        for binding in [each for each in self._mine.values() if pools.binding(each.binding_id) is None]:
+            if runs := pools.in_the_way(binding):
+                self._let_go(binding, runs[0])
+        if any(pools.binding(binding_id) is None for binding_id in self._mine):
             await self._change(_nothing)
+
+    def _let_go(self, binding: Binding, run: str) -> None:
+        del self._mine[binding.binding_id]
+        self._warn(
+            f"{binding} has gone to run {run!r}: this run gave no sign of life for {self._lease_s:g} s "
+            "(resources.lease_s); was it stopped, or its machine asleep?"
+        )
+        self.on_taken(binding, run)
 
     async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.to_thread(call, *arguments)
@@ -251,9 +281,6 @@ class ResourceManager:
         if what not in self._lost:
             self._lost.append(what)
             self._warn(f"lost: {what}")
-
-    def _forget(self, lost: list[Binding]) -> list[Binding]:
-        return [binding for binding in lost if self._mine.pop(binding.binding_id, None) is not None]
 
 
 def _nothing(_: Pools) -> None:

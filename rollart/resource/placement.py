@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rollart import toml
 from rollart.checks import nearest
-from rollart.config import ROLES, Config, limits
+from rollart.config import ROLES, Config, limits, server_urls
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.classes import CLASSES, CPU, ROLE_WANTS, SERVERLESS, Optimised, best_for
 from rollart.resource.pool import Pools
@@ -27,9 +27,13 @@ from rollart.types import NodeInfo, PoolSpec
 CPU_SHARE = 64
 """Workers that share a CPU core by time, unless a pool says otherwise."""
 
+HANDING_OVER = ("embedded", "emulated")
+"""Engines whose requests can be read on one worker and decoded on another (`protocols.HandsOver`)."""
+
 WORKER_NAMES = {
     "actor_train": "training",
     "actor_gen": "inference",
+    "prefill": "prefill",
     "environment": "environment",
     "reward": "reward",
     "rollout": "rollout",
@@ -66,6 +70,11 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
+    if "prefill" in config.roles and config.engine not in HANDING_OVER:
+        raise ConfigError(
+            f"roles.prefill: engine {config.engine!r} cannot hand KV from one worker to another; leave the table out, "
+            f"or take engine {' or '.join(map(repr, HANDING_OVER))}"
+        )
     # The widest first: a worker of a whole node finds none once small ones are on every node.
     wanted = sorted((each for role in roles for each in _workers(config, specs, role)), key=lambda it: -it.num_devices)
     for each in wanted:
@@ -74,7 +83,7 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     generating = dict.fromkeys(each.device_class for each in wanted if each.role == "actor_gen")
     _check_affinity(affinity, pools, set(generating))
     if config.engine == "emulated":
-        _check_figures(pools, generating)
+        _check_figures(pools, wanted)
     fallback = {name: pools.compatible(name)[1:] for name in pools.classes}
     if config.affinity == "auto":
         fallback = {name: tuple(other for other in generating if other != name) for name in generating}
@@ -231,12 +240,19 @@ def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wante
     Shards are as many as the trajectories need, none when the driver runs them.
     """
     settings = config.roles.get(role)
+    if role == "prefill" and settings is None:
+        return []
     classes = _classes(config, specs, role)
     asked = settings.workers if settings else 0
+    servers = server_urls(config) if role == "actor_gen" else []
     if isinstance(asked, dict):
         names = [name for name, number in asked.items() for _ in range(number)]
     else:
-        names = list(islice(cycle(classes), asked or len(classes)))
+        names = list(islice(cycle(classes), asked or len(servers) or len(classes)))
+    if servers and len(names) != len(servers):
+        raise ConfigError(
+            f"roles.actor_gen.workers: {len(names)}, but engine_options.urls names {len(servers)} servers; each has one"
+        )
     if role == "rollout":
         shards = limits(config).shards
         names = classes * shards if shards > 1 else []
@@ -282,12 +298,13 @@ def _bindable(pools: Pools, wanted: Wanted) -> None:
         ) from error
 
 
-def _check_figures(pools: Pools, generating: Iterable[str]) -> None:
+def _check_figures(pools: Pools, wanted: Iterable[Wanted]) -> None:
     """An emulated engine may stand on a class or on one compatible with it."""
-    for name in dict.fromkeys(each for asked in generating for each in pools.compatible(asked)):
-        if name not in CLASSES:
-            hint = nearest(name, list(CLASSES))
-            raise ConfigError(f"engine: 'emulated' has no figures for device class {name!r} of actor_gen{hint}")
+    for each in (each for each in wanted if each.role in ("actor_gen", "prefill")):
+        for name in pools.compatible(each.device_class):
+            if name not in CLASSES:
+                hint = nearest(name, list(CLASSES))
+                raise ConfigError(f"engine: 'emulated' has no figures for device class {name!r} of {each.role}{hint}")
 
 
 def _check_affinity(affinity: Mapping[str, str], pools: Pools, served: set[str]) -> None:

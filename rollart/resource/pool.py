@@ -142,6 +142,13 @@ class Pools:
             raise ResourceError(f"{binding.binding_id}: its devices {list(binding.devices)} are held by another by now")
         self._hold(binding)
 
+    def in_the_way(self, binding: Binding) -> list[str]:
+        """Runs that hold so much of its devices that nothing is left for it."""
+        loads = self._load[_place(binding.pool, binding.node)]
+        full = {each for each in binding.devices if loads[each] >= binding.share}
+        others = (each for each in self._state.bindings.values() if each.pool == binding.pool)
+        return sorted({each.run for each in others if each.node == binding.node and full & set(each.devices)})
+
     def release(self, binding_id: str) -> None:
         """Give devices back. Harmless when it is not bound."""
         binding = self._state.bindings.pop(binding_id, None)

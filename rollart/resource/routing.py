@@ -1,17 +1,25 @@
 """Which worker gets a request. PURE.
 
-A trajectory stays on its worker, where its prefix is cached, unless that worker is overloaded relative to the least
-loaded one of its class; else the least loaded takes it (load = outstanding tokens). A tag (task domain) prefers a
-device class (paper sections 1 and 3, hardware affinity) and falls back to another in two cases only:
+A trajectory lives on one worker, where its prefix is cached. It moves, to the least loaded one of the class, when its
+worker is overloaded against that one in both: its load (tokens of its requests in flight), and what lives there beside
+this trajectory (tokens of the last request of each, in flight or not). Loads alone deceive where many ask at one
+moment, in lockstep or when a gate opens: who asks first would leave a worker that is no fuller than others, whose own
+trajectories are about to ask. A worker that falls behind is left all the same: new trajectories avoid it at once, and
+those on it move as those of the others end. Of equally loaded workers the least is the one where less lives.
+
+A tag (task domain) prefers a device class (paper sections 1 and 3, hardware affinity) and falls back to another in two
+cases only:
 
     none alive   the class has no worker: its compatible classes in order, then any class that has one
     none free    its least loaded worker runs as many requests as its engine has slots, so that the request would wait,
                  while the least loaded worker of a compatible class runs none: that one takes it, and the next such
                  request finds it busy
 
-A tag without preference goes to the least loaded worker of all. A change of the affinity moves no trajectory.
+A tag without preference goes to the least loaded worker of all. A change of the affinity moves no trajectory. Classes
+may be reserved for other work, such as prefilling for the others: one gets requests only while no other has a worker.
 
-Invariant: a worker's load is the sum of the tokens of its requests in flight, and it is 0 when there are none.
+Invariants: a worker's load is the sum of the tokens of its requests in flight, and it is 0 when there are none; what
+lives on it is the sum over the trajectories that were sent there last and not forgotten.
 Cost: O(log workers + classes) per request, amortised. What it leaves out: the calls themselves (`llm_proxy.py`), and
 who decides the affinity (`affinity.py`).
 """
@@ -20,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -34,8 +42,21 @@ class _Worker(Struct, eq=False):
     device_class: str
     order: int
     load: int = 0
+    living: int = 0
     requests: int = 0
     present: bool = True
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The least loaded worker has the smallest."""
+        return self.load, self.living, self.order
+
+
+class _Home(Struct, eq=False):
+    """Where a trajectory lives, and the tokens of its last request."""
+
+    worker: _Worker
+    tokens: int
 
 
 class Fallback(Struct, frozen=True):
@@ -51,23 +72,22 @@ class Fallback(Struct, frozen=True):
 
 
 class _Class:
-    """The workers of one device class; a heap of (load, order) whose outdated entries are skipped when they come up."""
+    """The workers of one device class; a heap of ranks whose outdated entries are skipped when they come up."""
 
     def __init__(self) -> None:
         self.workers: dict[int, _Worker] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[int, int, int]] = []
 
     def push(self, worker: _Worker) -> None:
-        heapq.heappush(self._heap, (worker.load, worker.order))
+        heapq.heappush(self._heap, worker.rank)
         if len(self._heap) > 64 + 8 * len(self.workers):
-            self._heap = [(each.load, each.order) for each in self.workers.values()]
+            self._heap = [each.rank for each in self.workers.values()]
             heapq.heapify(self._heap)
 
     def least(self) -> _Worker:
         while True:
-            load, order = self._heap[0]
-            worker = self.workers.get(order)
-            if worker is not None and load == worker.load:
+            worker = self.workers.get(self._heap[0][-1])
+            if worker is not None and worker.rank == self._heap[0]:
                 return worker
             heapq.heappop(self._heap)
 
@@ -78,7 +98,8 @@ class Router:
     affinity: tag -> device class; the entry "default" serves other tags.
     fallback: device class -> compatible classes, in order.
     slots: requests that an engine runs at once; 0 when that is not known, and then no class is ever "not free".
-    A sticky worker is overloaded when its load exceeds `overload` times the least load plus `slack_tokens`.
+    reserved: classes that serve only while no other class has a worker; no tag prefers one.
+    A worker is overloaded when both its sums of tokens exceed `overload` times those of the least plus `slack_tokens`.
     `fallbacks` counts the trajectories that were sent to another class than their tag's.
     """
 
@@ -89,6 +110,7 @@ class Router:
         overload: float = 1.5,
         slack_tokens: int = 2048,
         slots: int = 0,
+        reserved: Collection[str] = (),
     ) -> None:
         self.fallbacks: Counter[Fallback] = Counter()
         self._affinity = dict(affinity or {})
@@ -96,9 +118,10 @@ class Router:
         self._overload = overload
         self._slack_tokens = slack_tokens
         self._slots = slots
+        self._reserved = frozenset(reserved)
         self._workers: dict[str, _Worker] = {}
         self._classes: dict[str, _Class] = {}
-        self._sticky: dict[str, _Worker] = {}
+        self._homes: dict[str, _Home] = {}
         self._num_added = 0
 
     def add(self, name: str, device_class: str = DEFAULT) -> None:
@@ -108,9 +131,9 @@ class Router:
         worker = _Worker(name, device_class, self._num_added)
         self._num_added += 1
         self._workers[name] = worker
-        home = self._classes.setdefault(device_class, _Class())
-        home.workers[worker.order] = worker
-        home.push(worker)
+        mates = self._classes.setdefault(device_class, _Class())
+        mates.workers[worker.order] = worker
+        mates.push(worker)
 
     def remove(self, name: str) -> None:
         """A worker is gone; its trajectories are sent elsewhere from their next request on."""
@@ -126,6 +149,10 @@ class Router:
         """The device class of a worker."""
         return self._workers[name].device_class
 
+    def is_reserved(self, device_class: str) -> bool:
+        """Whether a class serves only while no other has a worker."""
+        return device_class in self._reserved
+
     @property
     def affinity(self) -> dict[str, str]:
         """Tag -> device class, as it is now."""
@@ -137,19 +164,23 @@ class Router:
 
     def knows(self, trajectory_id: str) -> bool:
         """Whether a trajectory is on a worker that is there."""
-        worker = self._sticky.get(trajectory_id)
-        return worker is not None and worker.present
+        home = self._homes.get(trajectory_id)
+        return home is not None and home.worker.present
 
     def choose(self, trajectory_id: str, tag: str, num_tokens: int, wish: str | None = None) -> str:
         """The worker for a request of `num_tokens`, now outstanding. Raises ResourceError when there is no worker.
 
         wish: the class for this trajectory, in place of its tag's, if it has a worker and the trajectory has none.
         """
-        worker = self._sticky.get(trajectory_id)
-        if worker is None or not worker.present or self._overloaded(worker):
-            worker = self._sticky[trajectory_id] = self._place(tag, wish)
-        self._change(worker, num_tokens, 1)
-        return worker.name
+        home = self._homes.get(trajectory_id)
+        if home is None or not self._may_stay(home):
+            worker = self._place(tag, wish)
+            self._leave(home)
+            home = self._homes[trajectory_id] = _Home(worker, 0)
+        home.worker.living += num_tokens - home.tokens
+        home.tokens = num_tokens
+        self._change(home.worker, num_tokens, 1)
+        return home.worker.name
 
     def finished(self, name: str, num_tokens: int) -> None:
         """A request has ended. Harmless for a worker that was removed."""
@@ -158,21 +189,26 @@ class Router:
 
     def forget(self, trajectory_id: str) -> str | None:
         """A trajectory has ended; the worker that it was on, where that still is."""
-        worker = self._sticky.pop(trajectory_id, None)
-        return worker.name if worker is not None and worker.present else None
+        home = self._homes.pop(trajectory_id, None)
+        self._leave(home)
+        return home.worker.name if home is not None and home.worker.present else None
 
     def check(self, outstanding: Iterable[tuple[str, int]]) -> None:
-        """Assert the invariant, given (worker, tokens) of every request in flight."""
-        loads = dict.fromkeys(self._workers, 0)
+        """Assert the invariants, given (worker, tokens) of every request in flight."""
+        loads, living = dict.fromkeys(self._workers, 0), dict.fromkeys(self._workers, 0)
         for name, num_tokens in outstanding:
             if name in loads:
                 loads[name] += num_tokens
+        for home in self._homes.values():
+            if home.worker.present:
+                living[home.worker.name] += home.tokens
         assert loads == {name: worker.load for name, worker in self._workers.items()}
+        assert living == {name: worker.living for name, worker in self._workers.items()}
         assert all(worker.requests >= 0 for worker in self._workers.values())
-        for name, home in self._classes.items():
+        for name, mates in self._classes.items():
             present = [worker for worker in self._workers.values() if worker.device_class == name]
-            assert present == list(home.workers.values())
-            assert not present or home.least().load == min(worker.load for worker in present)
+            assert present == list(mates.workers.values())
+            assert not present or mates.least().rank == min(worker.rank for worker in present)
 
     def _place(self, tag: str, wish: str | None) -> _Worker:
         """The worker for a trajectory that has none."""
@@ -197,18 +233,36 @@ class Router:
         return worker
 
     def _least(self, device_class: str) -> _Worker | None:
-        home = self._classes.get(device_class)
-        return home.least() if home is not None and home.workers else None
+        """Of a class that is not reserved."""
+        mates = self._classes.get(device_class)
+        return mates.least() if mates is not None and mates.workers and device_class not in self._reserved else None
+
+    def _serving(self) -> list[_Worker]:
+        """The least loaded worker of each class that is not reserved."""
+        return [worker for name in self._classes if (worker := self._least(name))]
 
     def _least_of_all(self, tag: str) -> _Worker:
-        there = [worker for name in self._classes if (worker := self._least(name))]
+        there = self._serving() or [mates.least() for mates in self._classes.values() if mates.workers]
         if not there:
             raise ResourceError(f"no inference worker for tag {tag!r}: none is left")
-        return min(there, key=lambda worker: (worker.load, worker.order))
+        return min(there, key=lambda worker: worker.rank)
 
-    def _overloaded(self, sticky: _Worker) -> bool:
-        least = self._classes[sticky.device_class].least()
-        return sticky.load > self._overload * least.load + self._slack_tokens
+    def _may_stay(self, home: _Home) -> bool:
+        worker = home.worker
+        if not worker.present or (worker.device_class in self._reserved and self._serving()):
+            return False
+        least = self._classes[worker.device_class].least()
+        beside = worker.living - home.tokens
+        return not (self._exceeds(worker.load, least.load) and self._exceeds(beside, least.living))
+
+    def _exceeds(self, tokens: int, least: int) -> bool:
+        return tokens > self._overload * least + self._slack_tokens
+
+    def _leave(self, home: _Home | None) -> None:
+        """A trajectory lives there no more."""
+        if home is not None and home.worker.present:
+            home.worker.living -= home.tokens
+            self._classes[home.worker.device_class].push(home.worker)
 
     def _change(self, worker: _Worker, num_tokens: int, num_requests: int) -> None:
         worker.load += num_tokens

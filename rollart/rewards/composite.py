@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollart.errors import ConfigError
-from rollart.rewards.part import Base, Part, checked, read
+from rollart.rewards.part import Base, Inner, Part, checked, inner, read
 from rollart.types import RewardRequest
 
 
@@ -38,6 +38,11 @@ class Composite:
         """Raises ConfigError."""
         for part, where in _read(options["parts"], f"{key}.parts"):
             checked(part, where)
+
+    @staticmethod
+    def inner_rewards(options: dict[str, Any], key: str) -> list[Inner]:
+        """The rewards that it calls. Raises ConfigError."""
+        return [inner(part, where) for part, where in _read(options["parts"], f"{key}.parts")]
 
     def __init__(self, *, parts: list[dict[str, Any]]) -> None:
         self._parts = [(part, _call(part, key)) for part, key in _read(parts, "reward_options.parts")]

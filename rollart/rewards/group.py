@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollart.rewards.part import Base, Part, checked, read
+from rollart.rewards.part import Base, Inner, Part, checked, inner, read
 from rollart.types import RewardRequest
 
 
@@ -25,6 +25,11 @@ class Rank:
     def check_options(options: dict[str, Any], key: str) -> None:
         """Raises ConfigError."""
         checked(read(Base, options["base"], f"{key}.base"), f"{key}.base")
+
+    @staticmethod
+    def inner_rewards(options: dict[str, Any], key: str) -> list[Inner]:
+        """The reward that it calls. Raises ConfigError."""
+        return [inner(read(Base, options["base"], f"{key}.base"), f"{key}.base")]
 
     def __init__(self, *, base: dict[str, Any]) -> None:
         self._base = _base(base)
@@ -45,6 +50,7 @@ class Length:
 
     scope = "group"
     check_options = staticmethod(Rank.check_options)
+    inner_rewards = staticmethod(Rank.inner_rewards)
 
     def __init__(self, *, base: dict[str, Any], weight: float = 0.5, correct: float = 1.0) -> None:
         self._base = _base(base)

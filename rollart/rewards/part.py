@@ -28,6 +28,15 @@ class Base(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     options: dict[str, Any] = field(default_factory=dict)
 
 
+Inner = tuple[str, dict[str, Any], str]
+"""A part as `inner_rewards` of a class names it: its reward, its options, and the key of its table."""
+
+
+def inner(base: Base, key: str) -> Inner:
+    """For a class's `inner_rewards`, by which a config is checked for what the parts need."""
+    return base.reward, base.options, key
+
+
 class Part:
     """A reward of one trajectory, ready to be called. Raises ConfigError."""
 

@@ -10,6 +10,7 @@ What this file leaves out: tool calls and pictures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from rollart.tasks.chat_template import ChatTemplate, Message, read_json
 
 # Plain words: no template strips, splits or rewrites them, as some do with the thinking of earlier turns.
 SYSTEM, QUESTION, ANSWER = "Zsystemz", "Zquestionz", "Zanswerz"
+
+KEPT = 512
+"""Observations whose tokens are kept."""
 
 
 class ChatRenderer:
@@ -36,23 +40,32 @@ class ChatRenderer:
         self._takes_system = self._probe_system()
         self._closing = self._probe_closing()
         self.stop_token_ids = self._find_stop_tokens()
+        # Members of a group read the same observations, and small worlds show the same ones again and again.
+        self._first = lru_cache(KEPT)(self._render_first)
+        self._following = lru_cache(KEPT)(self._render_following)
 
     def first(self, system_prompt: str, observation: str) -> list[int]:
         """Tokens up to where the assistant begins; a template without system role gets it in the first user message."""
+        return list(self._first(system_prompt, observation))
+
+    def following(self, observation: str, previous_action: Sequence[int]) -> list[int]:
+        """Tokens between an assistant's text and the next one. A closing token that was generated is not repeated."""
+        tokens = self._following(observation)
+        if previous_action and previous_action[-1] == self._closing:
+            return list(tokens[tokens.index(self._closing) + 1 :])
+        return list(tokens)
+
+    def _render_first(self, system_prompt: str, observation: str) -> tuple[int, ...]:
         if system_prompt and self._takes_system:
             messages = [_message("system", system_prompt), _message("user", observation)]
         elif system_prompt:
             messages = [_message("user", f"{system_prompt}\n\n{observation}")]
         else:
             messages = [_message("user", observation)]
-        return self._encode(self._template.render(messages))
+        return tuple(self._encode(self._template.render(messages)))
 
-    def following(self, observation: str, previous_action: Sequence[int]) -> list[int]:
-        """Tokens between an assistant's text and the next one. A closing token that was generated is not repeated."""
-        tokens = self._encode(self._after_answer(observation))
-        if previous_action and previous_action[-1] == self._closing:
-            return tokens[tokens.index(self._closing) + 1 :]
-        return tokens
+    def _render_following(self, observation: str) -> tuple[int, ...]:
+        return tuple(self._encode(self._after_answer(observation)))
 
     def decode(self, action: Sequence[int]) -> str:
         """Text of generated tokens, without a stop token at their end."""

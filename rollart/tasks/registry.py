@@ -94,8 +94,9 @@ def reward_url(task: TaskConfig, name: str = "", default_scheme: str = "local") 
     """Where the function is that scores the task's trajectories; "" where the sum of step rewards does.
 
     A `module:function` comes back as it is, after a look whether it exists here and can run there: its attributes
-    `scope` ("group" or "trajectory") and `needs_main_thread`, and its `check_options(options, key)`, say what it needs
-    where it has them. Raises ConfigError.
+    `scope` ("group" or "trajectory") and `needs_main_thread`, its `check_options(options, key)`, and its
+    `inner_rewards(options, key)` (name, options and key of each that it calls itself) say what it needs where it has
+    them. Raises ConfigError.
     """
     url = task.reward or _definition(task, name).reward
     scheme, separator, rest = url.partition("://")
@@ -115,13 +116,26 @@ def _check_needs(function: Any, task: TaskConfig, key: str, scheme: str) -> None
     if (scope := getattr(function, "scope", task.reward_scope)) != task.reward_scope:
         wants = "whole groups" if scope == "group" else "single trajectories"
         raise ConfigError(f'{key}: {shown!r} scores {wants}; set {key}_scope = "{scope}"')
-    if scheme == "thread" and getattr(function, "needs_main_thread", False):
-        raise ConfigError(
-            f"{key}: {shown!r} needs the main thread of a process, and on thread:// (runtime inline without a scheme "
-            "too) it has none; write local:// before it"
-        )
     if check_options := getattr(function, "check_options", None):
         check_options(task.reward_options, f"{key}_options")
+    if scheme == "thread":
+        for what, reward in _with_inner(f"{key}: {shown!r}", function, task.reward_options, f"{key}_options"):
+            if getattr(reward, "needs_main_thread", False):
+                raise ConfigError(
+                    f"{what} needs the main thread of a process, and on thread:// (runtime inline without a scheme "
+                    f"too) it has none; take local:// in {key}"
+                )
+
+
+def _with_inner(
+    what: str, reward: Any, options: typing.Mapping[str, Any], key: str
+) -> typing.Iterator[tuple[str, Any]]:
+    """A reward and those that it calls, however deep: each as `key: name`, and what is named. `key`: of `options`."""
+    yield what, reward
+    inner_rewards = getattr(reward, "inner_rewards", None)
+    for name, inner, where in inner_rewards(options, key) if inner_rewards else ():
+        found = load_object(name, f"{where}.reward")
+        yield from _with_inner(f"{where}.reward: {name!r}", found, inner, f"{where}.options")
 
 
 def describe() -> list[TaskInfo]:

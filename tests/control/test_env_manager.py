@@ -83,6 +83,13 @@ def test_an_environment_that_says_truncated_ends_the_trajectory() -> None:
     assert (t.stop_reason, t.reward, t.info) == ("truncated", 0.5, {"why": "time"})
 
 
+def test_a_reward_sees_what_reset_and_all_steps_said_beside_the_text() -> None:
+    said = {"reset": {"answer": 4, "turn": 0}, "step": {"turn": 1}}
+    told = lambda: World(FakeEnv(misbehave=lambda call, *_: EnvReply("on", terminated=call == "step", info=said[call])))  # noqa: E731
+    _, t = lived(told, TaskSpec("maze"))
+    assert t.info == {"answer": 4, "turn": 1}
+
+
 def test_an_empty_generation_is_the_action_of_no_text() -> None:
     world, t = lived(lambda: World(num_tokens=lambda request: 0), TaskSpec("maze"))
     assert t.stop_reason == "done"

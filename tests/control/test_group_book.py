@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -43,19 +46,29 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         retries=st.integers(0, 2),
         replaced=st.integers(0, 2),
         recheck=st.booleans(),
+        until=st.sampled_from(["train_start", "train_end"]),
     )
     def begin(
-        self, alpha: float, batch: int, size: int, extra: int, retries: int, replaced: int, recheck: bool
+        self,
+        alpha: float,
+        batch: int,
+        size: int,
+        extra: int,
+        retries: int,
+        replaced: int,
+        recheck: bool,
+        until: Literal["train_start", "train_end"],
     ) -> None:
         staleness = Staleness.of(alpha, batch)
-        self.book = GroupBook(GroupRules(2 * batch + 2, size, staleness, extra, retries, replaced, recheck))
+        self.book = GroupBook(GroupRules(2 * batch + 2, size, staleness, extra, retries, replaced, recheck, until))
         self.ready = ReadyGroups(staleness)
         self.batch, self.version, self.admitted = batch, 0, 0
         self.running: dict[str, Start] = {}
         self.started: set[str] = set()
         self.fates: dict[str, str] = {}
         self.group_ends: dict[str, str] = {}
-        self.training: list[list[Group]] = []
+        self.taken: list[list[Group]] = []
+        self.training: list[Group] = []
 
     # --------------------------------------------------------------------------------------------- what may happen
     @precondition(lambda self: self.book.free_slots > 0)
@@ -101,12 +114,21 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert max(ages) <= rules.oldest
         assert sum(age > rules.whole for age in ages) <= rules.quota
         self.book.taken(groups)
-        self.training.append(groups)
+        self.taken.append(groups)
+
+    @precondition(lambda self: self.taken and not self.training)
+    @rule()
+    def begin_training(self) -> None:
+        self.training = self.taken.pop(0)
+        self.book.training(self.training)
+        for groups in self.taken:
+            with pytest.raises(AssertionError, match="groups are in training"):
+                self.book.training(groups)
 
     @precondition(lambda self: self.training)
     @rule()
     def train(self) -> None:
-        groups = self.training.pop(0)
+        groups, self.training = self.training, []
         self.book.trained(groups)
         for group in groups:
             self.end_group(group.spec, "trained")
@@ -126,15 +148,21 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             return
         self.book.check()
         assert self.book.num_running == len(self.running)
-        open_groups = self.admitted - len(self.group_ends)
-        assert self.book.rules.slots - self.book.free_slots == open_groups
+        held = self.admitted - len(self.group_ends)
+        held -= len(self.training) if self.book.rules.held_until == "train_start" else 0
+        assert self.book.slots_held == self.book.rules.slots - self.book.free_slots == held
+        assert self.book.num_training == len(self.training) + sum(map(len, self.taken))
+        assert self.book.num_live == self.admitted - len(self.group_ends) - self.book.num_training
 
     def teardown(self) -> None:
         if not hasattr(self, "book"):
             return
         self.obey(self.book.abort_all())
-        while self.training:
-            self.train()
+        while self.training or self.taken:
+            if self.training:
+                self.train()
+            else:
+                self.begin_training()
         assert len(self.group_ends) == self.admitted, "a group never ended"
         assert set(self.fates) == self.started, "a trajectory never ended"
         assert self.book.free_slots == self.book.rules.slots
@@ -271,6 +299,38 @@ def test_the_quota_of_a_fractional_alpha_goes_to_ready_groups_then_to_the_most_a
     b.finished(trajectory(groups[3]))
     aborted = [each.trajectory_id for each in b.updated(1) if isinstance(each, Abort)]
     assert aborted == [groups[2].trajectory_id, groups[0].trajectory_id]
+
+
+@pytest.mark.parametrize(("until", "free"), [("train_start", [0, 0, 2, 2]), ("train_end", [0, 0, 0, 2])])
+def test_slots_are_free_when_training_starts_or_when_it_has_ended(
+    until: Literal["train_start", "train_end"], free: list[int]
+) -> None:
+    b = book(group_size=1, held_until=until)
+    ends = [b.finished(trajectory(start))[-1] for n in range(4) for start in starts(b.admit(GroupSpec(n, "t", n)))]
+    groups = [each.group for each in ends[:2] if isinstance(each, Ready)]
+    found = [b.free_slots]
+    for event in (b.taken, b.training, b.trained):
+        event(groups)
+        b.check()
+        found.append(b.free_slots)
+    assert found == free
+    assert (b.num_live, b.counts.ends["trained"]) == (2, 2)
+
+
+def test_what_no_batch_holds_is_neither_trained_nor_aborted_twice() -> None:
+    b = book(group_size=1, held_until="train_start")
+    end = b.finished(trajectory(starts(b.admit(GroupSpec(0, "t", 7)))[0]))[-1]
+    assert isinstance(end, Ready)
+    for event, state in ((b.training, "ready, not taken"), (b.trained, "ready, not training")):
+        with pytest.raises(AssertionError, match=f"group g0 is {state}"):
+            event([end.group])
+    b.taken([end.group])
+    b.training([end.group])
+    assert b.abort_all() == []
+    assert b.updated(99) == []
+    b.trained([end.group])
+    with pytest.raises(AssertionError, match="group g0 is over, not training"):
+        b.trained([end.group])
 
 
 def test_drops_in_a_row_are_counted_with_their_causes_until_a_group_is_ready() -> None:

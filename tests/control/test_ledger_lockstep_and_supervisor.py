@@ -34,7 +34,28 @@ def test_every_second_of_waiting_is_attributed_to_the_stages_that_ran() -> None:
         return ledger.clock.waited_s
 
     waited = run_virtual(main())
-    assert waited == {"reset": 3.0, "generate": 1.0, "step": 3.0, "score": 0.0, "nothing_running": 4.0}
+    assert waited == {"reset": 3, "generate": 1, "step": 3, "score": 0, "nothing_running": 4, "no_engine": 0}
+
+
+def test_trajectories_that_generate_without_an_engine_wait_for_one() -> None:
+    async def main() -> dict[str, float]:
+        ledger = Ledger()
+        ledger.clock.change(None, "generate")
+        ledger.clock.change(None, "step")
+        with ledger.waiting_for_batch():
+            await asyncio.sleep(2.0)
+            ledger.clock.engines(0)
+            await asyncio.sleep(6.0)
+            ledger.clock.engines(1)
+            await asyncio.sleep(2.0)
+        return ledger.clock.waited_s
+
+    waited = run_virtual(main())
+    assert {cause: seconds for cause, seconds in waited.items() if seconds} == {
+        "generate": 2.0,
+        "step": 5.0,
+        "no_engine": 3.0,
+    }
 
 
 def test_rollout_waits_for_training_while_nothing_runs() -> None:
@@ -59,6 +80,23 @@ def test_overlap_is_the_share_of_training_during_which_workers_generated() -> No
     before = {"a": EngineStats(busy_s=1.0), "b": EngineStats(busy_s=5.0)}
     ledger.overlapped(4.0, before, {"a": EngineStats(busy_s=3.0), "b": EngineStats(busy_s=99.0)})
     assert ledger.overlap == pytest.approx((2.0 + 4.0) / 2 / 4.0)
+
+
+def test_a_batch_that_is_awaited_while_the_trainer_works_is_no_wait_for_it() -> None:
+    async def scenario() -> dict[str, float]:
+        ledger = Ledger()
+        ledger.clock.change(None, "generate")
+        with ledger.waiting_for_batch():
+            with ledger.training():
+                await asyncio.sleep(3)
+            with ledger.wait("weights"):
+                await asyncio.sleep(2)
+            await asyncio.sleep(1)
+        waits: dict[str, float] = ledger.snapshot()["waits_s"]
+        return waits
+
+    waits = run_virtual(scenario())
+    assert (waits["generate"], waits["weights"], waits["nothing_running"]) == (1.0, 2.0, 0.0)
 
 
 def test_the_accounts_go_on_in_a_resumed_run() -> None:

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
-from rollart.errors import GenerationError, WeightsError
+from rollart.errors import GenerationError, WeightsError, WeightsLost, WorkerDied
 from rollart.types import GenRequest, Sampling
 from rollart.virtual_time import run_virtual
 from tests.fakes import FakeInference, FakeStore
@@ -69,6 +70,30 @@ def test_abort_ends_requests_at_the_gate_and_on_workers() -> None:
         assert worker.aborted == ["r1"]
         assert proxy.num_in_flight == 0
         proxy.abort("unknown")
+
+    run_virtual(main())
+
+
+def test_trajectories_that_end_while_a_worker_is_told_of_others_share_one_call() -> None:
+    async def main() -> None:
+        (worker,) = engines(1)
+        proxy = LLMProxy([worker])
+        await asyncio.gather(*(proxy.generate(request(f"r{n}", f"t{n}")) for n in range(5)))
+        for number in range(3):
+            proxy.release(f"t{number}")
+        await asyncio.sleep(0)
+        proxy.release("t3")
+        await asyncio.sleep(0.1)
+        assert worker.releases == [["t0", "t1", "t2"], ["t3"]]
+        worker.dead = "killed"
+        proxy.release("t4")
+        await asyncio.sleep(0.1)
+        worker.dead = ""
+        proxy.release("t4")
+        await asyncio.gather(proxy.generate(request("r6", "t6")))
+        proxy.release("t6")
+        await asyncio.sleep(0.1)
+        assert worker.releases[2:] == [["t6"]]
 
     run_virtual(main())
 
@@ -155,5 +180,101 @@ def test_an_update_that_fails_names_worker_and_version_and_leaves_the_version() 
         with pytest.raises(WeightsError, match="'w0', update to version 9: version 9 was not published"):
             await proxy.update(9)
         assert proxy.version == 0
+
+    run_virtual(main())
+
+
+def test_a_worker_that_holds_other_weights_after_an_update_ends_it_by_name() -> None:
+    async def main() -> None:
+        workers = engines()
+        proxy = LLMProxy(workers)
+        await proxy.update(0)
+        workers[1].keeps_its_weights = True
+        with pytest.raises(
+            WeightsError, match="'w1', update to version 1: it holds version 0 after it was given version 1"
+        ):
+            await proxy.update(1)
+        assert proxy.version == 0
+
+    run_virtual(main())
+
+
+def test_versions_never_go_back() -> None:
+    async def main() -> None:
+        workers = engines()
+        proxy = LLMProxy(workers)
+        await proxy.update(1)
+        with pytest.raises(WeightsError, match="update to version 0: the inference workers hold version 1"):
+            await proxy.update(0)
+        assert [worker.version for worker in workers] == [1, 1]
+        await proxy.update(1)
+
+    run_virtual(main())
+
+
+def test_a_worker_that_never_acknowledges_is_ended_and_the_others_go_on() -> None:
+    async def main() -> None:
+        said: list[str] = []
+        workers = engines()
+        workers[0].update_s = 1e9
+        background = Background()
+        proxy = LLMProxy(workers, background=background, say=said.append, update_timeout_s=30.0)
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        await background.drain(1.0)
+        assert workers[0].dead == "stopped"
+        assert proxy.num_workers == 1
+        assert (await proxy.generate(request("r"))).versions == [1, 1, 1]
+        assert [line for line in said if "'w0' has not loaded version 1 within 30 s (weights.update_timeout_s)" in line]
+        assert asyncio.get_running_loop().time() < 40.0
+
+    run_virtual(main())
+
+
+def test_a_worker_that_joins_and_never_acknowledges_is_not_taken_in() -> None:
+    async def main() -> None:
+        first, second = engines()
+        proxy = LLMProxy([first], update_timeout_s=30.0)
+        await proxy.update(1)
+        second.update_s = 1e9
+        with pytest.raises(WorkerDied, match="'w1' has not loaded version 1"):
+            await proxy.join(second)
+        assert proxy.num_workers == 1
+
+    run_virtual(main())
+
+
+def test_a_worker_that_joins_when_the_weights_of_now_are_lost_waits_for_the_next() -> None:
+    async def main() -> None:
+        store = FakeStore({0, 1})
+        first, second = FakeInference(store, "w0"), FakeInference(store, "w1")
+        proxy = LLMProxy([first])
+        await proxy.update(0)
+        store.lost.add(0)
+        joining = asyncio.ensure_future(proxy.join(second))
+        await asyncio.sleep(5.0)
+        assert (joining.done(), proxy.num_workers) == (False, 1)
+        await proxy.suspend()
+        await proxy.update(1)
+        await proxy.resume()
+        await joining
+        assert (second.version, proxy.num_workers) == (1, 2)
+
+    run_virtual(main())
+
+
+def test_nobody_waits_for_next_weights_when_there_is_no_other_worker_to_bring_them_about() -> None:
+    async def main() -> None:
+        store = FakeStore({0})
+        first, second = FakeInference(store, "w0"), FakeInference(store, "w1")
+        proxy = LLMProxy([first])
+        await proxy.update(0)
+        store.lost.add(0)
+        joining = asyncio.ensure_future(proxy.join(second))
+        await asyncio.sleep(5.0)
+        proxy.lost("w0")
+        with pytest.raises(WeightsLost):
+            await joining
 
     run_virtual(main())

@@ -365,6 +365,41 @@ def test_a_stop_finishes_the_train_step_and_saves() -> None:
     assert run.hooks.checkpoints == [2]
 
 
+@pytest.mark.parametrize("schedule", ALL)
+def test_a_fault_that_leaves_the_trainer_alive_ends_the_run_after_a_checkpoint(schedule: str) -> None:
+    async def main() -> FakeRun:
+        run = FakeRun(schedule=schedule, steps=1000, train_s=10.0)
+
+        def all_engines_die() -> None:
+            run.proxy.lost("inference-0")
+            run.loop.end(WorkerDied("no engine is left"))
+
+        asyncio.get_running_loop().call_later(35.0, all_engines_die)
+        with pytest.raises(WorkerDied, match="no engine is left"):
+            await run.train()
+        return run
+
+    run = run_virtual(main())
+    assert run.hooks.checkpoints == [run.loop.step] == [len(run.trainer.batches)]
+    assert run.loop.step >= 1
+
+
+def test_a_fault_after_the_last_checkpoint_ends_the_run_at_once() -> None:
+    async def main() -> FakeRun:
+        run = FakeRun(schedule="rollart", train_s=0.1)
+
+        def while_the_last_evaluation_runs(step: int) -> None:
+            run.proxy.lost("inference-0")
+            asyncio.get_running_loop().call_later(10.0, run.loop.end, WorkerDied("no engine is left"))
+
+        run.hooks.on_checkpoint = while_the_last_evaluation_runs
+        with pytest.raises(WorkerDied, match="no engine is left"):
+            await run.train()
+        return run
+
+    assert run_virtual(main()).hooks.checkpoints == [6]
+
+
 def test_cancelling_the_run_leaves_nothing_behind() -> None:
     async def main() -> FakeRun:
         run = FakeRun(train_s=10.0)
@@ -408,8 +443,52 @@ def test_waits_for_the_batch_are_explained_by_stage() -> None:
     assert waits["weights"] > 0
 
 
+def test_the_wait_for_an_inference_worker_in_place_of_the_last_one_is_named() -> None:
+    async def main() -> FakeRun:
+        run = FakeRun(schedule="sync_plus", eval__episodes=1)
+        engine = run.engines[0]
+
+        def the_last_one_dies(step: object) -> None:
+            run.proxy.lost(engine.name)
+            asyncio.get_running_loop().call_later(30.0, lambda: run.background.spawn(run.proxy.join(engine), "join"))
+
+        run.hooks.on_step = lambda summary: the_last_one_dies(summary) if summary.step == 2 else None
+        return await run.train()
+
+    run = run_virtual(main())
+    waits = run.ledger.snapshot()["waits_s"]
+    assert run.loop.step == run.config.steps
+    assert waits["no_engine"] > 20.0 > waits["generate"] > 0
+
+
 def test_two_equal_runs_are_equal() -> None:
     first, second = trained(alpha=1.5), trained(alpha=1.5)
     assert first.trained_specs == second.trained_specs
     assert first.trainer.spans == second.trainer.spans
     assert first.ledger.snapshot() == second.ledger.snapshot()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_weights_that_the_store_has_lost_are_published_once_more_by_the_trainer(asynchronous: bool) -> None:
+    run = FakeRun(weights__asynchronous=asynchronous)
+    store = run.store
+    run.hooks.on_step = lambda summary: store.lost.add(summary.version + 1) if summary.step in (2, 3) else None
+
+    async def main() -> None:
+        await run.train()
+
+    run_virtual(main())
+    assert run.trainer.rescued == [3, 4]
+    assert [version for _, version in run.engines[0].updates] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_weights_that_are_lost_again_after_their_rescue_end_the_run() -> None:
+    run = FakeRun()
+    run.store.lost.add(2)
+    run.trainer.can_rescue = False
+
+    async def main() -> None:
+        with pytest.raises(WeightsError, match="version 2 is out of reach"):
+            await run.train()
+
+    run_virtual(main())

@@ -22,7 +22,10 @@ from transformers import (
 
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.data.engines.sampling import uniform
-from rollart.errors import ConfigError, GenerationError
+from rollart.data.stores.files import FileShelf
+from rollart.data.weights import BucketStore
+from rollart.errors import ConfigError, GenerationError, WeightsError
+from rollart.protocols import FrozenTensors
 from rollart.types import GenRequest, GenResult, Sampling
 from tests.data.tiny_models import SHAPE, VOCABULARY, TinyModel
 
@@ -247,3 +250,41 @@ def test_what_a_trajectory_says_does_not_depend_on_its_neighbours_or_its_worker(
     assert len(set(map(tuple, together.values()))) == 4
     assert said("3", "2", "0", "1", slots=2) == together
     assert said("1", slots=1)["1-t0"] == together["1-t0"]
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+def test_tensors_that_nobody_changes_are_kept_and_all_others_copied(tiny_models: dict[str, TinyModel]) -> None:
+    model = tiny_models["qwen3"]
+    prompt = list(range(12))
+    expected = [model.score(prompt[:1], prompt[1:], other) for other in (False, True)]
+    engine = EmbeddedEngine(model.folder, slots=2, max_model_tokens=32)
+    for kind, kept in ((list, False), (iter, False), (FrozenTensors, True)):
+        given = model.weights(other=True)
+        engine.update(1, kind(given))  # type: ignore[arg-type]
+        assert engine.logprobs(prompt) == pytest.approx(expected[1], abs=TOLERANCE)
+        for (_, tensor), (_, before) in zip(given, model.weights(), strict=True):
+            tensor.copy_(before)
+        assert engine.logprobs(prompt) == pytest.approx(expected[not kept], abs=TOLERANCE)
+
+
+def test_kept_tensors_that_do_not_fit_change_nothing(tiny_models: dict[str, TinyModel]) -> None:
+    model = tiny_models["llama"]
+    engine = EmbeddedEngine(model.folder, slots=2, max_model_tokens=32)
+    before = engine.logprobs([1, 2, 3])
+    *others, (name, last) = model.weights(other=True)
+    with pytest.raises(WeightsError, match=f"{name} is float32"):
+        engine.update(1, FrozenTensors([*others, (name, last[:-1])]))
+    assert engine.logprobs([1, 2, 3]) == before
+    assert engine.stats().version == 0
+
+
+def test_weights_kept_in_shared_memory_outlive_their_version(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    model = tiny_models["qwen3"]
+    engine = EmbeddedEngine(model.folder, slots=2, max_model_tokens=32)
+    store = BucketStore(FileShelf(tmp_path, mapped=True), 4096, 2)
+    store.publish(0, model.weights(other=True))
+    engine.update(1, FrozenTensors(store.fetch(0)))
+    for version in (1, 2, 3):
+        store.publish(version, model.weights())
+    prompt = list(range(12))
+    assert engine.logprobs(prompt) == pytest.approx(model.score(prompt[:1], prompt[1:], other=True), abs=TOLERANCE)

@@ -70,9 +70,9 @@ def test_a_fault_costs_its_own_episode_and_no_other(action, reason):
             await fault
         with pytest.raises(EnvError, match="no environment 'bad' here"):
             await worker.step("bad", "on")
-        assert (await worker.step("good", "end")).terminated
         await worker.close("bad")
         assert (await worker.reset("bad", "naughty", 3)).info == {"resets": 1}  # a fresh object
+        assert (await worker.step("good", "end")).terminated
         assert (await worker.stats())["hung"] == (action == "hang")
 
     asyncio.run(main())
@@ -109,6 +109,20 @@ def test_environments_that_ended_cleanly_are_used_again():
         await worker.close("a")
         assert await worker.stats() == {"running": 0, "idle": 1, "hung": 0}
         assert (await worker.reset("b", "naughty", 2)) == EnvReply("seed 2", info={"resets": 2})
+
+    asyncio.run(main())
+
+
+def test_what_ends_an_episode_also_closes_it():
+    async def main():
+        remote, handles = _remote(1)
+        await remote.reset("a", "naughty", 1)
+        assert (await remote.step("a", "end")).terminated
+        assert await handles[0].call("stats") == {"running": 0, "idle": 1, "hung": 0}
+        await remote.close("a")
+        with pytest.raises(EnvError, match="no environment 'a'"):
+            await remote.step("a", "on")
+        assert [call[0] for call in handles[0].calls] == ["reset", "step", "stats"]
 
     asyncio.run(main())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from rollart.data.engines.embedded import EmbeddedEngine
-from rollart.data.inference import SMALL_BYTES, InferenceWorker, RemoteInference
+from rollart.data.inference import InferenceWorker, RemoteInference
 from rollart.errors import GenerationError, WeightsError
 from rollart.protocols import InferenceHandle, Tensors
 from rollart.types import EngineStats, GenRequest, GenResult, ParameterInfo, Sampling, WeightManifest
@@ -75,28 +75,30 @@ class CountingEngine:
 
 
 class Shelf:
-    """A weight store in memory; `fetched` lists what was read."""
+    """A weight store in memory; `fetched` lists what was read, `models` for which parameters."""
 
     def __init__(self, versions: dict[int, list[tuple[str, Any]]]) -> None:
-        self.versions, self.fetched, self.size = versions, list[int](), SMALL_BYTES + 1
+        self.versions, self.fetched, self.is_quick = versions, list[int](), False
         self.threads: list[int] = []
+        self.models: list[Any] = []
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest:
         self.versions[version] = list(tensors)
         return WeightManifest(version, (), ())
 
-    def fetch(self, version: int) -> list[tuple[str, Any]]:
+    def rescue(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest:
+        raise WeightsError("nothing is lost in memory")
+
+    def fetch(self, version: int, model: Sequence[ParameterInfo] | None = None) -> Iterator[tuple[str, Any]]:
         self.fetched.append(version)
+        self.models.append(model)
         self.threads.append(threading.get_ident())
         if version not in self.versions:
             raise WeightsError(f"version {version} is missing")
-        return self.versions[version]
+        return iter(self.versions[version])
 
-    def num_bytes(self, version: int) -> int:
-        return self.size
-
-    def latest(self) -> int | None:
-        return max(self.versions, default=None)
+    def quick(self, version: int) -> bool:
+        return self.is_quick
 
 
 class DirectHandle:
@@ -236,12 +238,12 @@ def test_update_with_requests_in_flight_switches_their_versions() -> None:
     serve(scenario)
 
 
-def test_small_weights_are_read_between_two_steps() -> None:
+def test_weights_that_are_read_quickly_are_read_between_two_steps() -> None:
     async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
-        store.size = SMALL_BYTES
+        store.is_quick = True
         await worker.prefetch(1)
         assert store.threads == [threading.get_ident()]
-        store.size = SMALL_BYTES + 1
+        store.is_quick = False
         store.versions[2] = store.versions[1]
         await worker.prefetch(2)
         assert store.threads[1] != threading.get_ident()
@@ -260,6 +262,48 @@ def test_update_without_prefetch_reads_the_store_and_a_missing_version_changes_n
         await worker.update(2)
         assert (await worker.stats()).version == 2
         assert store.fetched == [2, 2, 2]
+
+    serve(scenario)
+
+
+def test_an_update_says_what_the_engine_holds_and_asks_the_store_for_its_own_model() -> None:
+    async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
+        assert await worker.update(1) == 1
+        assert store.models == [[ParameterInfo("w", (1,), "float32")]]
+
+    serve(scenario)
+
+
+def test_an_engine_that_does_not_take_an_update_is_not_spoken_for() -> None:
+    class Deaf(CountingEngine):
+        def update(self, version: int, tensors: Tensors) -> None:
+            self.log.append(f"ignored {version}")
+
+    async def scenario(worker: InferenceHandle, engine: Deaf, store: Shelf) -> None:
+        assert await worker.update(1) == 0
+        assert engine.log[1:] == ["ignored 1"]
+
+    serve(scenario, Deaf)
+
+
+def test_an_engine_never_goes_back_to_an_older_version() -> None:
+    async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
+        await worker.update(2)
+        with pytest.raises(WeightsError, match="version 1 is older than version 2, which this engine holds"):
+            await worker.update(1)
+        assert await worker.update(2) == 2
+        assert store.fetched == [2, 2]
+
+    serve(scenario, versions={1: [], 2: []})
+
+
+def test_stopping_the_handle_ends_the_worker() -> None:
+    async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
+        task = asyncio.create_task(worker.generate(ask("a", 10**6)))
+        await until(lambda: engine.num_steps >= 2)
+        await worker.stop()
+        with pytest.raises(GenerationError, match="closing"):
+            await task
 
     serve(scenario)
 

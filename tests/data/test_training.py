@@ -13,8 +13,8 @@ import torch
 from rollart.data import roles
 from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
-from rollart.errors import ConfigError, RankError, RewardError, WeightsError, WorkerDied
-from rollart.types import ParameterInfo, TrainBatch, TrainReport
+from rollart.errors import ConfigError, RankError, RewardError, WeightsError, WeightsLost, WorkerDied
+from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 from rollart.virtual_time import run_virtual
 
 
@@ -91,6 +91,77 @@ def test_publishing_a_version_twice_fails_through_the_handle(store):
         asyncio.run(run())
 
 
+class PickyStore:
+    """Fails a publication with `fault`, if any, after it has read one tensor; remembers what it was told."""
+
+    def __init__(self, fault=None):
+        self.fault, self.published, self.rescued = fault, [], []
+
+    def publish(self, version, tensors):
+        names = [next(tensors)[0]]
+        if self.fault:
+            raise self.fault
+        self.published.append((version, names + [name for name, _ in tensors]))
+        return WeightManifest(version, (), ())
+
+    def rescue(self, version, tensors):
+        self.rescued.append((version, [name for name, _ in tensors]))
+        return WeightManifest(version, (), (), note="now in files")
+
+
+class ManyTensors(FakeTrainer):
+    """As trainers of several ranks: whoever begins to read its tensors must go on to the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.readings = []
+
+    def tensors(self):
+        self.readings.append("begun")
+        for name in "abc":
+            yield name, torch.tensor([self.weight])
+        self.readings.append("ended")
+
+
+def test_an_iteration_over_the_tensors_is_always_gone_through():
+    store, trainer = PickyStore(WeightsError("the disk is full")), ManyTensors()
+    worker = TrainWorker(trainer, store)
+    with pytest.raises(WeightsError, match="full"):
+        worker.publish(1)
+    assert trainer.readings == ["begun", "ended"]
+    worker.rescue(1)
+    assert trainer.readings == ["begun", "ended"] * 2
+    assert store.rescued == [(1, ["a", "b", "c"])]
+
+
+def test_what_cannot_be_published_in_one_place_is_published_in_the_other_and_said_in_one_line():
+    store, said = PickyStore(WeightsLost("the store is full")), []
+
+    async def run():
+        remote = RemoteTrainer(FakeWorker(TrainWorker(ManyTensors(), store)), say=said.append)
+        assert (await remote.publish(1)).note == "now in files"
+        store.fault = None
+        await remote.publish(2)
+        await remote.rescue(2)
+
+    asyncio.run(run())
+    assert (store.published, store.rescued) == ([(2, [*"abc"])], [(1, [*"abc"]), (2, [*"abc"])])
+    assert said == ["weights: now in files"] * 2
+
+
+@pytest.mark.parametrize("then", ["train_step", "warmup", "load", None])
+def test_only_the_weights_that_the_trainer_still_has_are_rescued(then):
+    store, trainer = PickyStore(), ManyTensors()
+    worker = TrainWorker(trainer, store)
+    if then is not None:
+        worker.publish(1)
+        arguments = {"train_step": [TrainBatch(1, 0, [])], "warmup": [[], 1, 0.1, 1], "load": ["folder"]}[then]
+        getattr(worker, then)(*arguments)
+    with pytest.raises(WeightsError, match="version 1 is lost, and the trainer holds other weights by now"):
+        worker.rescue(1)
+    assert store.rescued == []
+
+
 def test_every_other_call_reaches_the_trainer_with_its_arguments(store):
     trainer = FakeTrainer()
     worker = FakeWorker(TrainWorker(trainer, store))
@@ -161,10 +232,10 @@ def test_calls_of_a_group_come_one_after_the_other_to_all_ranks():
     calls, remote = ranks(None, None)
 
     async def run():
-        await asyncio.gather(remote.publish(1), remote.logprobs([1, 2]))
+        await asyncio.gather(remote.save("a"), remote.logprobs([1, 2]))
 
     asyncio.run(run())
-    assert [call[1] for call in calls] == ["publish", "publish", "done", "done", "logprobs", "logprobs", "done", "done"]
+    assert [call[1] for call in calls] == ["save", "save", "done", "done", "logprobs", "logprobs", "done", "done"]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +271,23 @@ def test_a_rank_that_is_still_waiting_is_not_waited_for_when_another_died_long_a
     assert ended
 
 
+def test_what_the_store_has_lost_is_published_once_more_by_all_ranks_and_said_once():
+    calls, said = [], []
+
+    class Losing(FakeRank):
+        async def call(self, method, *args, returns):
+            await super().call(method, *args, returns=returns)
+            if (method, self.name) == ("publish", "r0"):
+                raise WeightsLost("the store is full")
+            return WeightManifest(*args, (), (), note="now in files")
+
+    remote = RemoteTrainer(*(Losing(name, calls) for name in ("r0", "r1")), say=said.append)
+    assert asyncio.run(remote.publish(1)).note == "now in files"
+    asked = [call for call in calls if call[1] != "done"]
+    assert asked == [("r0", "publish", 1), ("r1", "publish", 1), ("r0", "rescue", 1), ("r1", "rescue", 1)]
+    assert said == ["weights: now in files"]
+
+
 def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match="trainer: unknown 'fsdp3'"):
         roles.training(
@@ -207,6 +295,6 @@ def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
         )
 
 
-def test_the_handle_and_the_folder_import_without_torch():
-    code = "import sys, rollart.data.training, rollart.data.weights_folder, rollart.learn.advantage as _; "
+def test_the_handle_and_the_place_of_weights_import_without_torch():
+    code = "import sys, rollart.data.training, rollart.data.weights_place, rollart.learn.advantage as _; "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)

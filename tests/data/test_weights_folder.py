@@ -29,19 +29,19 @@ def left_behind(parent, pid):
 def test_weights_go_to_shared_memory_when_they_fit(tmp_path):
     shared = tmp_path / "shm"
     shared.mkdir()
-    with default_folder("maze run/1", tmp_path / "run", model_bytes=10, keep=2, shared_memory=shared) as folder:
+    with default_folder("maze run/1", tmp_path / "run", model_bytes=10, num_versions=3, shared_memory=shared) as folder:
         assert folder.path.parent == shared
         assert folder.path.name.startswith(f"{PREFIX}maze_run_1-{os.getpid()}-")
 
 
 def test_weights_go_to_the_run_folder_without_shared_memory(tmp_path):
-    with default_folder("maze", tmp_path / "run", 10, keep=2, shared_memory=tmp_path / "none") as folder:
+    with default_folder("maze", tmp_path / "run", 10, num_versions=3, shared_memory=tmp_path / "none") as folder:
         assert folder.path.parent == tmp_path / "run"
 
 
 def test_without_room_anywhere_the_error_names_the_places_and_sizes(tmp_path):
-    with pytest.raises(WeightsError, match=rf"no room for weights: 2 \+ 1 versions .* in {tmp_path / 'run'}; lower"):
-        default_folder("maze", tmp_path / "run", 1 << 60, keep=2, shared_memory=tmp_path / "none")
+    with pytest.raises(WeightsError, match=rf"no room for weights: 3 versions .* in {tmp_path / 'run'}; lower"):
+        default_folder("maze", tmp_path / "run", 1 << 60, num_versions=3, shared_memory=tmp_path / "none")
 
 
 def test_two_runs_of_one_name_have_two_folders_and_close_removes_only_its_own(tmp_path):
@@ -58,7 +58,7 @@ def test_folders_of_dead_processes_are_swept_and_those_of_living_ones_stay(tmp_p
     stale, alive = left_behind(tmp_path, dead_pid()), left_behind(tmp_path, os.getpid())
     foreign = tmp_path / "other-99999999-x"
     foreign.mkdir()
-    with default_folder("maze-2", tmp_path, 10, keep=2, shared_memory=tmp_path / "none") as mine:
+    with default_folder("maze-2", tmp_path, 10, num_versions=3, shared_memory=tmp_path / "none") as mine:
         assert not stale.exists()
         assert alive.exists()
         assert foreign.exists()

@@ -58,13 +58,26 @@ class TinyModel:
         return [float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
 
 
-def save_tiny_model(folder: Path, kind: str, seed: int) -> str:
-    """Make a model folder; returns its path."""
+def make_tiny_models(root: Path, **changes: int) -> dict[str, TinyModel]:
+    """`llama` (untied head) and `qwen3` (tied head)."""
+    torch.set_num_threads(1)
+    return {
+        kind: TinyModel(
+            save_tiny_model(root / kind, kind, 1, **changes),
+            save_tiny_model(root / f"{kind}_other", kind, 2, **changes),
+        )
+        for kind in ("llama", "qwen3")
+    }
+
+
+def save_tiny_model(folder: Path, kind: str, seed: int, **changes: int) -> str:
+    """Make a model folder, of `SHAPE` but for `changes`; returns its path."""
     torch.manual_seed(seed)
+    shape = SHAPE | changes
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(VOCABULARY)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()

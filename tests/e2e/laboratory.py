@@ -66,10 +66,10 @@ class Process:
         """Send a signal to the driver."""
         self._popen.send_signal(number)
 
-    def wait(self) -> int:
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
         """The exit code. Fails the test, with what was printed, when the process hangs."""
         try:
-            return self._popen.wait(PATIENCE_S)
+            return self._popen.wait(patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"rollart hangs:\n{self.text()}") from None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.checkpoint import Checkpoints
 from tests.e2e.laboratory import SMALL, Laboratory, lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -59,5 +60,9 @@ max_turn_tokens = 4
         steps = [line["step"] for line in lines(run / name) if "groups" in line or "train/loss" in line]
         assert 3 < len(steps) <= STEPS
         assert steps == list(range(1, len(steps) + 1)), "what waited for room was written when there was some"
+    kept = Checkpoints(run / "checkpoints", kept=9)
+    assert [kept.read(step).step for step in kept.steps()] == kept.steps()
+    assert len(kept.steps()) >= 1, "those before the disk was full are still there, and whole"
+    assert all((kept.trainer_folder(step) / "model.safetensors").stat().st_size for step in kept.steps())
     assert not list(run.rglob("*.tmp"))
     assert not list(run.rglob("*.part"))

@@ -50,6 +50,7 @@ def test_the_death_of_the_trainer_ends_the_run_with_one_clear_line(lab: Laborato
     (error,) = [line for line in process.text().splitlines() if line.startswith("rollart: error: ")]
     assert "training-0" in error
     assert "SIGKILL" in error
+    assert f"go on from step {checkpoints(lab.run)[-1]} with: rollart train --resume {lab.run}" in process.text()
     assert "Traceback" not in process.text()
     assert not any(map(psutil.Process.is_running, workers))
     assert lab.weights() == []

@@ -40,12 +40,13 @@ def test_a_schedule_completes_within_its_bound_and_trains_nothing_twice(schedule
     assert sum(found["age_histogram"].values()) == 4 * 2 * 3
 
 
-@pytest.mark.parametrize("on_target", ["abort", "keep"])
+@pytest.mark.parametrize(("on_target", "free_slots"), [("abort", "train_start"), ("keep", "train_end")])
 @pytest.mark.parametrize("alpha", [2, 0.5])
-def test_a_batch_may_be_smaller_than_the_groups_in_flight(on_target: str, alpha: float, lab: Laboratory) -> None:
-    config = lab.config(
-        f"alpha={alpha}", f"rollout.on_target={on_target}", "rollout.extra_groups=4", "steps=5", text=MIXTURE
-    )
+def test_a_batch_may_be_smaller_than_the_groups_in_flight(
+    on_target: str, free_slots: str, alpha: float, lab: Laboratory
+) -> None:
+    policy = (f"rollout.on_target={on_target}", f"rollout.free_slots={free_slots}", "rollout.extra_groups=4")
+    config = lab.config(f"alpha={alpha}", *policy, "steps=5", text=MIXTURE)
     assert train(config) == 0
     check_audit(lab.run, steps=5, alpha=alpha)
     assert summary(lab.run)["outcome"] == "completed"

@@ -47,6 +47,8 @@ def pretend() -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _type_of(torch.Tensor.type)  # type: ignore[assignment,method-assign]
+    with torch.device("cpu"):
+        torch.empty(0)  # torch looks once, at the first such context, which functions take a device
     for name in MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.distributed.all_to_all_single = _with_lists(torch.distributed.all_to_all_single)

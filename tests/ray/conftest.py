@@ -61,10 +61,11 @@ class Machines:
         self.doomed = self.add("rollout-2", "H20")
         self.address = str(self.cluster.address)
 
-    def add(self, name: str, device_class: str) -> Any:
-        """A node with two devices of a class and no cores."""
+    def add(self, name: str, device_class: str, environ: dict[str, str] | None = None) -> Any:
+        """A node with two devices of a class and no cores; its processes see `environ`."""
+        more = {"env_vars": environ} if environ else {}
         return self.cluster.add_node(
-            num_cpus=0, resources={device_class: 2}, node_name=name, object_store_memory=STORE_BYTES
+            num_cpus=0, resources={device_class: 2}, node_name=name, object_store_memory=STORE_BYTES, **more
         )
 
     def kill(self) -> None:

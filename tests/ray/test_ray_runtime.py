@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rollart
 from rollart.data.ray_runtime import RayRuntime
 from rollart.errors import ConfigError, ResourceError, WorkerDied
 from rollart.types import Binding, NodeInfo
@@ -136,6 +139,43 @@ def test_the_loss_of_a_node_kills_its_workers_alone_and_is_known_when_they_are_d
         await runtime.shutdown()
 
     asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def node_of(machines: Machines, name: str, folder: Path) -> Iterator[None]:
+    """A node on which `rollart` is the one in `folder`, whatever the driver's path says."""
+    (folder / "sitecustomize.py").write_text("import rollart")
+    node = machines.add(name, "H20", {"PYTHONPATH": str(folder)})
+    try:
+        yield
+    finally:
+        machines.cluster.remove_node(node)
+
+
+def test_a_node_with_another_rollart_or_none_is_named_with_the_way_out(
+    runtime: RayRuntime, machines: Machines, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(Path(rollart.__file__).parent, tmp_path / "newer" / "rollart")
+    (copy / "__init__.py").write_text('__version__ = "9.9.9"')
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "rollart.py").write_text("")
+
+    async def complaint(node: str) -> str:
+        with pytest.raises(ResourceError) as caught:
+            await runtime.spawn("w", TARGET, {"factor": 3}, on(node, "H20", 0))
+        await runtime.shutdown()
+        return str(caught.value)
+
+    with node_of(machines, "newer", copy.parent):
+        said = asyncio.run(complaint("newer"))
+    assert said.startswith("worker w: node newer has rollart 9.9.9 ")
+    assert f"but here is rollart {rollart.__version__} " in said
+    assert "install the same rollart on all machines" in said
+    with node_of(machines, "none", tmp_path / "none"):
+        said = asyncio.run(complaint("none"))
+    assert said.startswith("worker w: node none cannot begin it (")
+    assert "No module named 'rollart.data'; 'rollart' is not a package" in said
+    assert f"has it the rollart {rollart.__version__} of this process, with its packages?" in said
 
 
 def test_a_ray_client_address_is_refused_with_the_way_out() -> None:

@@ -16,9 +16,19 @@ import pytest
 import rollart.distributed as rdist
 from rollart.errors import WorkerDied
 from rollart.pipeline import train
+from rollart.pool_view import view
 from rollart.run_folder import checkpoints
-from rollart.workers import view
-from tests.e2e.laboratory import REPOSITORY, SMALL, Laboratory, batches, check_audit, lines, steps_done, summary
+from tests.e2e.laboratory import (
+    REPOSITORY,
+    SMALL,
+    Laboratory,
+    Process,
+    batches,
+    check_audit,
+    lines,
+    steps_done,
+    summary,
+)
 from tests.ray.conftest import Machines
 
 pytestmark = [pytest.mark.e2e]
@@ -94,6 +104,37 @@ def test_a_run_over_four_machines_goes_on_when_one_of_them_dies(machines: Machin
         "rollout-1": (2, 2, 0, ()),
         "rollout-2": (2, 0, 2, ()),
     }
+
+
+def test_a_node_that_dies_under_two_runs_of_one_store_costs_each_its_own_worker(
+    machines: Machines, lab: Laboratory
+) -> None:
+    """Each has a worker on each node of H20; in place of those that are lost, H800 stands in."""
+    more = ("steps=1000", "roles.actor_train.device_class=CPU", 'pools.H20.compatible=["H800"]')
+    store = f"resources.store=file:{lab.folder / 'pools'}"
+    names = [f"{lab.name}-{number}" for number in (1, 2)]
+    runs = [lab.run.with_name(name) for name in names]
+    both: list[Process] = []
+    for name, run in zip(names, runs, strict=True):
+        both.append(lab.start(*more, store, f"log.name={name}", text=ON_POOLS))
+        both[-1].until(lambda run=run: steps_done(run) >= 1, "its first step")
+    machines.kill()
+    places = []
+    for process, run in zip(both, runs, strict=True):
+        process.until(lambda process=process: "inference-1.1 runs on" in process.text(), "a new worker")
+        done = steps_done(run)
+        process.until(lambda run=run, done=done: steps_done(run) >= done + 2, "two more steps")
+        process.send(signal.SIGTERM)
+        assert process.wait() == 130, process.text()
+        check_audit(run, steps_done(run), alpha=1)
+        resources = summary(run)["resources"]
+        assert resources["lost"] == ["node rollout-2"]
+        assert resources["restarts"] == {"inference-1": 1}
+        places += [resources["workers"][name] for name in ("inference-0", "inference-1.1")]
+    assert sorted(places) == [
+        *(f"H20:{device} of pool H20 on rollout-1" for device in (0, 1)),
+        *(f"H800:{device} of pool H800 on train" for device in (0, 1)),
+    ]
 
 
 def test_two_runs_at_once_on_one_cluster_end_each_in_its_own_time_and_leave_it_to_a_third(
@@ -197,3 +238,13 @@ def test_shards_on_ray_call_other_workers_past_the_driver(machines: Machines, la
     assert train(lab.config("steps=3", "rollout.shard_trajectories=6", text=ON_POOLS)) == 0
     check_audit(lab.run, 3, alpha=1)
     assert {"rollout-0", "rollout-1"} <= set(summary(lab.run)["resources"]["workers"])
+
+
+def test_prompts_are_read_on_one_machine_and_decoded_on_another(machines: Machines, lab: Laboratory) -> None:
+    apart = "roles.prefill.workers={H800=1}", "rollout.shard_trajectories=6"
+    assert train(lab.config("steps=3", *apart, text=ON_POOLS)) == 0
+    check_audit(lab.run, 3, alpha=1)
+    found = summary(lab.run)
+    assert found["prefill"]["received_tokens"] > 0
+    assert found["prefill"]["by_decode_workers"] == {}
+    assert " on train" in found["resources"]["workers"]["prefill-0"]

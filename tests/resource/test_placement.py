@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from rollart.config import parse
 from rollart.errors import ConfigError
@@ -67,6 +68,31 @@ def test_numbers_per_class_and_a_plain_number_of_workers() -> None:
     ]
     assert len(placed().of_role("environment")) == 1
     assert len(placed("roles.environment.workers = 5").of_role("environment")) == 5
+
+
+def test_a_table_for_prefill_puts_workers_that_read_beside_those_that_decode() -> None:
+    def on(role: str, *words: str) -> list[tuple[str, str]]:
+        return [(each.worker, each.device_class) for each in placed("\n".join(words)).of_role(role)]
+
+    assert on("prefill") == []
+    assert on("prefill", "roles.prefill = {}") == [("prefill-0", "H800")]
+    assert on("actor_gen", "roles.prefill = {}") == [("inference-0", "H20")]
+    apart = "roles.prefill.workers = { H800 = 1, H20 = 2 }", "roles.actor_gen.workers = { H20 = 3 }"
+    assert on("prefill", *apart) == [("prefill-0", "H800"), ("prefill-1", "H20"), ("prefill-2", "H20")]
+    assert on("actor_gen", *apart) == [(f"inference-{n}", "H20") for n in range(3)]
+
+
+def test_an_engine_that_cannot_hand_over_has_no_workers_that_only_read() -> None:
+    config = parse("roles.prefill = {}\n[tasks.frozenlake]\n")
+    with pytest.raises(ConfigError, match=r"roles\.prefill: engine 'other' cannot hand KV from one worker to another"):
+        place(replace(config, engine="other"), CLUSTER)
+
+
+def test_each_server_of_others_has_an_inference_worker() -> None:
+    text = "engine = 'http'\nengine_options.urls = ['http://a:1', 'http://b:1', 'http://c:1']\n"
+    assert [each.worker for each in placed(text).of_role("actor_gen")] == ["inference-0", "inference-1", "inference-2"]
+    with pytest.raises(ConfigError, match=r"workers: 2, but engine_options\.urls names 3 servers; each has one"):
+        placed(f"{text}roles.actor_gen.workers = 2")
 
 
 def test_the_ranks_of_a_trainer_are_workers_with_a_device_each() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -12,7 +13,11 @@ from rollart.resource.routing import Fallback, Router
 def test_whatever_happens_loads_are_the_outstanding_tokens(seed: int) -> None:
     rng = random.Random(seed)
     router = Router(
-        {"math": "fast", "default": "wide"}, {"fast": ["wide"], "wide": ["fast"]}, slack_tokens=100, slots=3
+        {"math": "fast", "default": "wide"},
+        {"fast": ["wide"], "wide": ["fast"]},
+        slack_tokens=100,
+        slots=3,
+        reserved=rng.choice([["fast"], ["wide"], [], ["fast", "wide"]]),
     )
     flights: list[tuple[str, int]] = []
     classes: dict[str, str] = {}
@@ -30,6 +35,8 @@ def test_whatever_happens_loads_are_the_outstanding_tokens(seed: int) -> None:
             tag, tokens = rng.choice(["math", "maze"]), rng.randrange(1, 300)
             name = router.choose(f"t{rng.randrange(12)}", tag, tokens)
             assert name in classes
+            if router.is_reserved(classes[name]):
+                assert all(router.is_reserved(each) for each in classes.values())
             flights.append((name, tokens))
         elif kind < 0.65:
             assert router.forget(f"t{rng.randrange(12)}") in {None, *classes}
@@ -58,9 +65,81 @@ def test_a_trajectory_stays_on_its_worker() -> None:
 
 
 def test_an_overloaded_worker_loses_its_trajectory_to_the_least_loaded() -> None:
-    router = two()
-    assert router.choose("t1", "x", 101) == "a"
+    router = Router(overload=1.5, slack_tokens=100)
+    router.add("a")
+    assert [router.choose(name, "x", tokens) for name, tokens in (("long", 101), ("t1", 10))] == ["a", "a"]
+    router.finished("a", 10)
+    router.add("b")
     assert router.choose("t1", "x", 10) == "b"
+    assert router.choose("long", "x", 101) == "a", "nobody is helped when all that lives there moves"
+
+
+def burst(router: Router, names: list[str], tokens: int) -> dict[str, str]:
+    """All ask at one moment, and all answers come before anybody asks again."""
+    flights = {name: router.choose(name, "x", tokens) for name in names}
+    router.check([(worker, tokens) for worker in flights.values()])
+    for worker in flights.values():
+        router.finished(worker, tokens)
+    return flights
+
+
+def test_trajectories_that_ask_at_one_moment_stay_where_they_are() -> None:
+    router, rng = two(), random.Random(0)
+    router.add("c")
+    names = [f"t{n}" for n in range(10)]
+    homes = burst(router, names, 400)
+    assert sorted(Counter(homes.values()).values()) == [3, 3, 4]
+    for turn in range(1, 20):
+        rng.shuffle(names)
+        assert burst(router, names, 400 + 300 * turn) == {name: homes[name] for name in names}
+
+
+def test_a_new_worker_takes_its_share_of_those_that_ask_at_one_moment_and_no_more() -> None:
+    router = two()
+    names = [f"t{n}" for n in range(12)]
+    before = burst(router, names, 400)
+    router.add("c")
+    after = burst(router, names, 500)
+    moved = [name for name in names if before[name] != after[name]]
+    assert {after[name] for name in moved} == {"c"}
+    assert 2 <= len(moved) <= 4
+    assert burst(router, names, 600) == after
+
+
+def test_a_worker_that_falls_behind_is_left_as_the_trajectories_of_the_others_end() -> None:
+    router = two()
+    homes = burst(router, [f"t{n}" for n in range(8)], 400)
+    slow = [name for name, worker in homes.items() if worker == "a"]
+    quick = [name for name, worker in homes.items() if worker == "b"]
+    for name in slow[:3]:
+        assert router.choose(name, "x", 400) == "a"
+    assert router.choose("new", "x", 400) == "b", "who is new avoids it"
+    router.finished("b", 400)
+    for name in ("new", *quick[:2]):
+        router.forget(name)
+    assert router.choose(slow[3], "x", 400) == "a"
+    router.finished("a", 400)
+    router.forget(quick[2])
+    assert router.choose(slow[3], "x", 400) == "b"
+
+
+def test_trajectories_that_ask_in_turn_do_not_swap_places() -> None:
+    router = two()
+    homes = burst(router, ["t1", "t2", "t3"], 1000)
+    assert homes == {"t1": "a", "t2": "b", "t3": "a"}
+    for one, other in (("t1", "t3"), ("t3", "t1"), ("t2", "t1"), ("t1", "t3")) * 3:
+        assert burst(router, [one, other], 1000) == {one: homes[one], other: homes[other]}
+
+
+def test_of_idle_workers_the_one_where_least_lives_takes_a_new_trajectory() -> None:
+    router = two()
+    for name, tokens, worker in (("t1", 50, "a"), ("t2", 20, "b"), ("t3", 20, "b"), ("t4", 9, "b"), ("t5", 9, "b")):
+        assert router.choose(name, "x", tokens) == worker
+        router.finished(worker, tokens)
+    assert router.choose("t6", "x", 1) == "a"
+    assert router.forget("t1") == "a"
+    router.finished("a", 1)
+    assert router.choose("t7", "x", 1) == "a"
 
 
 def test_others_go_to_the_least_loaded() -> None:
@@ -150,3 +229,15 @@ def test_a_wish_counts_for_a_new_trajectory_and_a_class_that_has_a_worker() -> N
     router.remove("b")
     assert not router.knows("t1")
     assert not router.fallbacks
+
+
+@pytest.mark.parametrize("affinity", [{}, {"maze": "compute"}, {"default": "compute"}])
+def test_a_reserved_class_serves_only_while_no_other_has_a_worker(affinity: dict[str, str]) -> None:
+    router = Router(affinity, {"compute": ["bandwidth"]}, slots=1, reserved=["bandwidth"])
+    router.add("b", "bandwidth")
+    assert router.choose("t0", "maze", 10) == "b"
+    router.add("c", "compute")
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["c"] * 5
+    router.remove("c")
+    assert [router.choose(f"t{n}", "maze", 10) for n in range(5)] == ["b"] * 5
+    router.check([("b", 10)] * 6)

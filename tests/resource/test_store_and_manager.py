@@ -18,7 +18,7 @@ import pytest
 from rollart.errors import ConfigError, ResourceError
 from rollart.resource.manager import ResourceManager
 from rollart.resource.store import MetadataStore, RedisStore, open_store
-from rollart.types import PoolSpec
+from rollart.types import Binding, PoolSpec
 
 POOL = PoolSpec("wide", "H20", {"n": (0, 1, 2, 3)})
 PATIENCE_S = 20.0
@@ -245,11 +245,11 @@ def test_the_devices_of_a_run_that_was_killed_are_taken_back_when_its_lease_ends
 
 def test_a_living_run_keeps_its_devices_beyond_its_first_lease(url: str) -> None:
     async def main(runs: Runs) -> None:
-        keeper, other = runs.manager("keeper", lease_s=0.5), runs.manager("other")
+        keeper, other = runs.manager("keeper", lease_s=1.5), runs.manager("other")
         await keeper.open()
         await other.open()
         await keeper.bind("w", "g", "H20", 4)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.0)
         assert (await other.rows())[0].free == 0
         await keeper.close()
         await other.close()
@@ -395,5 +395,101 @@ def test_a_run_that_was_frozen_beyond_its_lease_knows_what_is_no_longer_its_own(
         assert not await frozen.is_ours(binding)
         assert sum("run 'frozen' is gone" in line for line in runs.said) == 1, "told once"
         await other.close()
+
+    with_runs(url, main)
+
+
+def wake(manager: ResourceManager) -> None:
+    """As SIGCONT after the freeze."""
+    manager._beating = asyncio.get_running_loop().create_task(manager._beat())
+
+
+def test_a_run_that_wakes_beyond_its_lease_lets_go_of_what_another_has_got_and_keeps_the_rest(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        frozen, other = runs.manager("frozen", lease_s=0.5), runs.manager("other")
+        taken: list[tuple[Binding, str]] = []
+        frozen.on_taken = lambda binding, run: taken.append((binding, run))
+        await frozen.open()
+        gone, kept = await frozen.bind("w", "g", "H20", 2), await frozen.bind("v", "g", "H20")
+        assert frozen._beating is not None
+        frozen._beating.cancel()
+        await other.open()
+
+        async def free() -> bool:
+            return (await other.rows())[0].free == 4
+
+        await until(free)
+        theirs = await other.bind("w", "g", "H20")
+        assert set(theirs.devices) < set(gone.devices)
+        wake(frozen)
+
+        async def told() -> bool:
+            return bool(taken)
+
+        await until(told)
+        assert taken == [(gone, "other")]
+        assert frozen.bindings == [kept]
+        assert not await frozen.is_ours(gone)
+        assert await frozen.is_ours(kept)
+        assert any(f"{gone} has gone to run 'other': this run gave no sign of life for 0.5 s" in s for s in runs.said)
+        again = await frozen.bind("w", "g", "H20", 2)
+        assert not set(again.devices) & {*theirs.devices, *kept.devices}
+        await frozen.close()
+        assert [row.holders for row in await other.rows()] == [("other/w",)]
+        await other.close()
+
+    with_runs(url, main)
+
+
+def test_a_run_that_wakes_beyond_its_lease_gets_back_what_nobody_has_taken(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        frozen, other = runs.manager("frozen", lease_s=0.5), runs.manager("other")
+        frozen.on_taken = lambda binding, run: pytest.fail(f"{run} has {binding}")
+        await frozen.open()
+        await frozen.bind("w", "g", "H20", 3)
+        assert frozen._beating is not None
+        frozen._beating.cancel()
+        await other.open()
+
+        async def free() -> bool:
+            return (await other.rows())[0].free == 4
+
+        await until(free)
+        await other.bind("w", "g", "H20", 3)
+        await other.close()
+        wake(frozen)
+
+        async def back() -> bool:
+            return (await frozen.rows())[0].holders == ("frozen/w",) and (await reader.rows())[0].free == 1
+
+        reader = runs.manager("reader")
+        await until(back)
+        await frozen.close()
+
+    with_runs(url, main)
+
+
+def test_a_node_that_is_lost_under_two_runs_costs_each_its_own_workers_and_no_more(url: str) -> None:
+    async def main(runs: Runs) -> None:
+        pool = PoolSpec("wide", "H20", {"n": (0, 1), "m": (0, 1)})
+        first, second = runs.manager("first", lease_s=0.5, pool=pool), runs.manager("second", lease_s=0.5, pool=pool)
+        for manager in (first, second):
+            manager.on_taken = lambda binding, run: pytest.fail(f"{run} has {binding}")
+            await manager.open()
+        lost = [(await manager.bind("w", "g", "H20")) for manager in (first, second)]
+        if lost[0].node != lost[1].node:  # the roomiest node comes first
+            await second.release(lost[1])
+            lost[1] = await second.bind("w", "g", "H20", avoid=[lost[1].node])
+        node = lost[0].node
+        assert await first.fail_node(node) == [lost[0]]
+        await asyncio.sleep(0.5)  # a beat of the other, which does not know yet
+        assert not await second.is_ours(lost[1])
+        assert await second.fail_node(node) == [lost[1]]
+        moved = [(await manager.bind("w", "g", "H20")) for manager in (first, second)]
+        assert {binding.node for binding in moved} == {"n", "m"} - {node}
+        assert len({binding.devices for binding in moved}) == 2
+        assert second.lost == [f"node {node}"]
+        await first.close()
+        await second.close()
 
     with_runs(url, main)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart import toml
 from rollart.config import parse
 from rollart.data.serverless.registry import check_urls
 from rollart.errors import ConfigError
@@ -81,6 +82,37 @@ def test_a_reward_that_cannot_work_as_it_is_named_is_known_before_a_run(reward, 
     ("url", "runtime"), [("thread://rollart.rewards.math:Math", "local"), ("rollart.rewards.math:Math", "inline")]
 )
 def test_a_reward_that_needs_a_main_thread_is_refused_where_there_is_none(url, runtime):
-    with pytest.raises(ConfigError, match=r"tasks.sorting.reward: .* needs the main thread .*write local:// before it"):
+    with pytest.raises(ConfigError, match=r"tasks.sorting.reward: .* needs the main thread .*take local:// in"):
         check_urls(parse(f"runtime = '{runtime}'\n[tasks.sorting]\nreward = '{url}'"))
     check_urls(parse(f"runtime = '{runtime}'\n[tasks.sorting]\nreward = 'local://rollart.rewards.math:Math'"))
+
+
+MATH = {"reward": "rollart.rewards.math:Math"}
+IN_A_COMPOSITE = {"parts": [{"reward": "tests.rewards.parts:length"}, MATH]}
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "more", "key"),
+    [
+        ("composite:Composite", IN_A_COMPOSITE, "", r"parts\[1\].reward"),
+        ("group:Rank", {"base": MATH}, "reward_scope = 'group'", "base.reward"),
+        ("group:Length", {"base": MATH}, "reward_scope = 'group'", "base.reward"),
+        (
+            "composite:Composite",
+            {"parts": [{"reward": "rollart.rewards.composite:Composite", "options": IN_A_COMPOSITE}]},
+            "",
+            r"parts\[0\].options.parts\[1\].reward",
+        ),
+    ],
+)
+def test_a_reward_within_a_reward_that_needs_a_main_thread_is_refused_where_there_is_none(reward, options, more, key):
+    def config(runtime, scheme=""):
+        table = f"{more}\nreward = '{scheme}rollart.rewards.{reward}'\nreward_options = {toml.value(options)}"
+        return parse(f"runtime = '{runtime}'\n[tasks.sorting]\n{table}")
+
+    complaint = rf"^tasks.sorting.reward_options.{key}: 'rollart.rewards.math:Math' needs the main .* take local:"
+    for bad in (config("inline"), config("local", "thread://")):
+        with pytest.raises(ConfigError, match=complaint):
+            check_urls(bad)
+    check_urls(config("inline", "local://"))
+    check_urls(config("local"))

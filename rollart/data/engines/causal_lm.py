@@ -20,12 +20,11 @@ from transformers.utils import logging
 
 from rollart.data.engines.adapter import Adapter
 from rollart.data.engines.attention import ATTENTION, Plan
-from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
-from rollart.protocols import Tensors
+from rollart.data.engines.parameters import info_of, vetted
+from rollart.errors import ConfigError, GenerationError, boundary
+from rollart.protocols import FrozenTensors, Tensors
 from rollart.sections import LoraConfig
 from rollart.types import ParameterInfo
-
-NAMED = 3
 
 
 class CausalLM:
@@ -87,21 +86,23 @@ class CausalLM:
         """Name, shape and dtype of every tensor; tied ones once, under the name of the first; or of the adapter."""
         if self._adapter is not None:
             return self._adapter.parameters()
-        return [_info(name, parameter) for name, parameter in self._model.named_parameters()]
+        return [info_of(name, parameter) for name, parameter in self._model.named_parameters()]
 
     def load(self, tensors: Tensors) -> None:
-        """Copy weights in place. Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree."""
-        given: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name in given:
-                raise WeightsError(f"weights: {name} is there twice")
-            given[name] = tensor
-        _compare({info.name: info for info in self.parameters()}, given)
+        """Copy weights in place, or merge an adapter; on the CPU, keep weights that nobody changes any more.
+
+        Raises WeightsError, with nothing changed, unless names, shapes and dtypes agree.
+        """
+        kept = isinstance(tensors, FrozenTensors) and self._device.type == "cpu"
+        given = dict(vetted({info.name: info for info in self.parameters()}, tensors))
         if self._adapter is not None:
             self._adapter.merge(given)
             return
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(given[name])
+            if kept:
+                parameter.data = given[name]
+            else:
+                parameter.copy_(given[name])
 
 
 @contextmanager
@@ -126,19 +127,3 @@ def _check_positions(config: object, max_model_tokens: int) -> None:
     kind = rope.get("rope_type")
     if kind in ("dynamic", "longrope"):
         raise GenerationError(f"rotary positions of type {kind!r} depend on the batch; take another engine")
-
-
-def _info(name: str, tensor: Tensor) -> ParameterInfo:
-    return ParameterInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _compare(own: dict[str, ParameterInfo], given: dict[str, Tensor]) -> None:
-    faults = [f"{name} is missing" for name in own if name not in given]
-    faults += [f"{name} is unknown to the model" for name in given if name not in own]
-    for name, wanted in own.items():
-        found = _info(name, given[name]) if name in given else wanted
-        if found != wanted:
-            faults.append(f"{name} is {found.dtype} {list(found.shape)}, not {wanted.dtype} {list(wanted.shape)}")
-    if faults:
-        more = f" and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-        raise WeightsError(f"weights do not fit the engine's model: {'; '.join(faults[:NAMED])}{more}")

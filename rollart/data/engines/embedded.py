@@ -4,7 +4,8 @@ The life of a request: `add` queues it; the next step gives it a slot with what 
 or with a copy of what another request that begins alike has, and computes the rest of its prompt, while the others go
 on decoding in the same pass; each later step adds one token; when it ends, its keys and values are kept for the
 trajectory's next turn and its slot is closed up. Of requests that come together and begin alike, as the members of a
-group do, one computes the prompt and the others wait for it.
+group do, one computes the prompt and the others wait for it. Where another engine computes prompts, a request ends
+there with its first token and comes here with its keys and values, as far as they are not kept here.
 
 Invariants (`check`): `_rows[i]` owns slot i, without gaps; the first `_num_decoding` rows have exactly one token to
 compute, the others are still being prefilled; no keys or values survive an `update`.
@@ -27,12 +28,12 @@ import torch
 from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
 from rollart.data.engines.prefixes import Kept, Prefixes, most_alike
-from rollart.data.engines.request import Running, load_tokenizer
-from rollart.data.engines.sampling import Sampler, check_sampling
+from rollart.data.engines.request import Arrived, Running, check_request, check_vocabulary, load_tokenizer
+from rollart.data.engines.sampling import Sampler
 from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
 from rollart.errors import ConfigError, GenerationError, boundary
-from rollart.protocols import Tensors
+from rollart.protocols import Payload, Tensors
 from rollart.sections import LoraConfig
 from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo, Sampling
 
@@ -41,7 +42,7 @@ SHORTEST = 16
 
 
 class EmbeddedEngine:
-    """Implements `protocols.Engine`.
+    """Implements `protocols.Engine` and `protocols.HandsOver`.
 
     `slots`: requests that run at once. `max_model_tokens`: longest sequence, prompt and generated. `prefill_tokens`:
     most prompt tokens, padding included, computed in one step. `kept_tokens`: most tokens kept for trajectories between
@@ -92,18 +93,7 @@ class EmbeddedEngine:
     # ------------------------------------------------------------------------------------------------- commands
     def add(self, request: GenRequest) -> None:
         """Enqueue. Raises GenerationError when the request can never run."""
-        prompt, sampling = request.prompt, request.sampling
-        if not prompt:
-            raise GenerationError(f"request {request.request_id}: the prompt is empty")
-        if len(prompt) >= self._max_model_tokens:
-            raise GenerationError(
-                f"request {request.request_id}: a prompt of {len(prompt)} tokens leaves no room in max_model_tokens "
-                f"{self._max_model_tokens}"
-            )
-        self._check_vocabulary(prompt)
-        check_sampling(sampling)
-        if sampling.stop and self._tokenizer is None:
-            raise GenerationError(f"request {request.request_id}: stop strings need a tokenizer.json beside the model")
+        check_request(request, self._max_model_tokens, self._model.vocabulary, self._tokenizer)
         if any(running.request.request_id == request.request_id for running in self._all()):
             raise GenerationError(f"request {request.request_id}: this id is already running")
         self._waiting.append(Running(request, self._max_model_tokens, self._tokenizer))
@@ -120,6 +110,38 @@ class EmbeddedEngine:
                 self._leave(slot, keep=False)
                 return running.result("abort")
         return None
+
+    def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
+        """Enqueue a request that ends with the token after `so_far`."""
+        self._add_after(request, so_far).hands_over = True
+
+    def add_decode(self, request: GenRequest, so_far: GenResult, start: int, payload: Payload | None) -> None:
+        """Enqueue a request that goes on after `so_far`, with the keys and values in `payload`."""
+        tokens = request.prompt + so_far.tokens
+        base, num_kept = self._prefixes.match(request.trajectory_id, tokens)
+        arrived = None
+        if payload is not None and start <= num_kept:
+            arrived = Arrived(base, start, self._slots.from_bytes(payload, len(tokens) - 1 - start))
+        self._add_after(request, so_far).arrived = arrived
+
+    def _add_after(self, request: GenRequest, so_far: GenResult) -> Running:
+        self.add(request)
+        running = self._waiting.pop()
+        running.go_on(so_far)
+        self._waiting.append(running)
+        return running
+
+    def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
+        """Keys and values of the request's tokens from `start` to the last but one, if all are kept."""
+        tokens = request.prompt + so_far.tokens
+        kept, num_kept = self._prefixes.match(request.trajectory_id, tokens)
+        if kept is None or num_kept < len(tokens) - 1:
+            return None
+        return self._slots.to_bytes(kept.saved_L2HTD[:, :, :, start:num_kept])
+
+    def kept(self, request: GenRequest, so_far: GenResult) -> int:
+        """Of how many of the request's first tokens keys and values are kept."""
+        return self._prefixes.match(request.trajectory_id, request.prompt + so_far.tokens)[1]
 
     def release(self, trajectory_id: str) -> None:
         """Forget the keys and values kept for a trajectory between its turns."""
@@ -145,6 +167,8 @@ class EmbeddedEngine:
         for running in self._rows:
             self._recomputed_tokens += running.computed
             running.computed = 0
+        for running in self._waiting:
+            running.arrived = None
         self._waiting.extendleft(reversed(self._rows))
         self._rows, self._num_decoding, self._arranged = [], 0, 0
 
@@ -193,6 +217,9 @@ class EmbeddedEngine:
         held: list[Running] = []
         for _ in range(min(len(self._waiting), self._max_slots - len(self._rows))):
             running = self._waiting.popleft()
+            if running.arrived is not None:
+                self._seat_arrived(running, running.arrived)
+                continue
             donor, num_now = self._donor(running)
             prefilling = self._rows[self._num_decoding :]
             _, num_soon = most_alike(running.tokens, [(row, len(row.tokens)) for row in prefilling], num_now)
@@ -220,11 +247,27 @@ class EmbeddedEngine:
             self._slots.copy(self._rows.index(donor), slot, num_reused)
         elif donor is not None:
             self._slots.load(slot, donor.saved_L2HTD, num_reused)
-        self._prefixes.forget(running.request.trajectory_id)
-        running.computed = num_reused
         self._cached_tokens += num_reused
         if not running.versions:
             running.cached = num_reused
+        self._sit_down(running, num_reused)
+
+    def _seat_arrived(self, running: Running, arrived: Arrived) -> None:
+        """Open a slot with the keys and values that came for a request: it decodes at once."""
+        slot, num_received = len(self._rows), arrived.received_L2HTD.shape[3]
+        if arrived.base is not None:
+            self._slots.load(slot, arrived.base.saved_L2HTD, arrived.start)
+        self._slots.load(slot, arrived.received_L2HTD, num_received, arrived.start)
+        running.arrived = None
+        running.received += num_received
+        self._received_tokens += num_received
+        self._sit_down(running, arrived.start + num_received)
+        if self._num_decoding == slot:  # else it joins those that decode with the others that are still being read
+            self._num_decoding += 1
+
+    def _sit_down(self, running: Running, num_computed: int) -> None:
+        self._prefixes.forget(running.request.trajectory_id)
+        running.computed = num_computed
         running.queue_s = running.queue_s or time.perf_counter() - running.added_s
         self._rows.append(running)
 
@@ -297,7 +340,7 @@ class EmbeddedEngine:
         """Log-probability of each token given those before it, by a plain forward pass; length len(tokens) - 1."""
         if not tokens:
             raise GenerationError("logprobs of no tokens")
-        self._check_vocabulary(tokens)
+        check_vocabulary(tokens, self._model.vocabulary)
         return self._model.logprobs(tokens)
 
     def parameters(self) -> list[ParameterInfo]:
@@ -314,6 +357,7 @@ class EmbeddedEngine:
             prefilled_tokens=self._prefilled_tokens,
             cached_tokens=self._cached_tokens,
             recomputed_tokens=self._recomputed_tokens,
+            received_tokens=self._received_tokens,
             running=len(self._rows),
             waiting=len(self._waiting),
             kv_tokens=sum(row.computed for row in self._rows) + self._prefixes.num_tokens,
@@ -338,10 +382,6 @@ class EmbeddedEngine:
 
     def _all(self) -> list[Running]:
         return [*self._rows, *self._waiting]
-
-    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0 or max(tokens) >= self._model.vocabulary:
-            raise GenerationError(f"a token id is outside the model's vocabulary of {self._model.vocabulary}")
 
     # ------------------------------------------------------------------------------------------------ self-check
     def _check_itself(self) -> None:
@@ -377,5 +417,5 @@ class EmbeddedEngine:
 
     def _forget_counts(self) -> None:
         self._steps = self._generated_tokens = self._prefilled_tokens = 0
-        self._cached_tokens = self._recomputed_tokens = 0
+        self._cached_tokens = self._recomputed_tokens = self._received_tokens = 0
         self._busy_s = 0.0

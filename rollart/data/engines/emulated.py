@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollart.data.engines import check_options
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.data.engines.emulation import PARAMS, SLOWDOWN
 from rollart.errors import ConfigError
@@ -38,4 +39,5 @@ def emulated_engine(
     def floor_s(num_prompt_tokens: int, num_decoding: int) -> float:
         return slowdown * device.step_seconds(num_prompt_tokens + num_decoding, params)
 
+    check_options(EmbeddedEngine, options)
     return EmbeddedEngine(model_folder, floor_s=floor_s, **options)

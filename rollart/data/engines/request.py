@@ -2,18 +2,46 @@
 
 Invariant: `computed` tokens of `tokens` (prompt, then generated) have keys and values in the request's slot; a request
 that runs always has at least one more token than that.
+What other workers generated of it before stands between the prompt and what is generated here.
 Left out: scheduling.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
+from rollart.data.engines.prefixes import Kept
+from rollart.data.engines.sampling import check_sampling
+from rollart.errors import GenerationError
 from rollart.types import FinishReason, GenRequest, GenResult
+
+
+def check_request(request: GenRequest, max_model_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> None:
+    """Raise GenerationError when a request can never run."""
+    name, prompt = f"request {request.request_id}", request.prompt
+    if not prompt:
+        raise GenerationError(f"{name}: the prompt is empty")
+    if len(prompt) >= max_model_tokens:
+        raise GenerationError(
+            f"{name}: a prompt of {len(prompt)} tokens leaves no room in max_model_tokens {max_model_tokens}"
+        )
+    check_vocabulary(prompt, vocabulary)
+    check_sampling(request.sampling)
+    if request.sampling.stop and tokenizer is None:
+        raise GenerationError(f"{name}: stop strings need a tokenizer.json beside the model")
+
+
+def check_vocabulary(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise GenerationError for a token that the model does not know."""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise GenerationError(f"a token id is outside the model's vocabulary of {vocabulary}")
 
 
 class StopStrings:
@@ -35,12 +63,22 @@ class StopStrings:
         return any(stop in text for stop in self._stop)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Keys and values that were computed elsewhere, of tokens from `start` on; those before are the first of `base`."""
+
+    base: Kept | None
+    start: int
+    received_L2HTD: Tensor
+
+
 class Running:
-    """A request from `add` to its result."""
+    """A request from `add` to its result. `hands_over`: it ends here with its next token."""
 
     __slots__ = (
         *("cached", "computed", "limit", "logprobs", "request", "stop_ids", "stops", "tokens", "versions"),
-        *("added_s", "decode_s", "prefill_s", "queue_s"),
+        *("added_s", "decode_s", "prefill_s", "queue_s", "waited_s"),
+        *("arrived", "hands_over", "received"),
     )
 
     def __init__(self, request: GenRequest, max_model_tokens: int, tokenizer: Tokenizer | None) -> None:
@@ -54,7 +92,23 @@ class Running:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.added_s = time.perf_counter()
-        self.queue_s = self.prefill_s = self.decode_s = 0.0
+        self.queue_s = self.prefill_s = self.decode_s = self.waited_s = 0.0
+        self.arrived: Arrived | None = None
+        self.hands_over = False
+        self.received = 0
+
+    def go_on(self, so_far: GenResult) -> None:
+        """Begin after what was generated elsewhere. Raises GenerationError when nothing may follow it."""
+        if len(self.tokens) + len(so_far.tokens) >= self.limit:
+            raise GenerationError(f"request {self.request.request_id}: it has its {len(so_far.tokens)} tokens already")
+        self.tokens += so_far.tokens
+        self.logprobs += so_far.logprobs
+        self.versions += so_far.versions
+        self.cached, self.received = so_far.cached_tokens, so_far.received_tokens
+        self.waited_s, self.prefill_s, self.decode_s = so_far.queue_s, so_far.prefill_s, so_far.decode_s
+        if self.stops is not None:
+            for token in so_far.tokens:
+                self.stops.found(token)
 
     @property
     def num_pending(self) -> int:
@@ -68,7 +122,9 @@ class Running:
         self.versions.append(version)
         if token in self.stop_ids or (self.stops is not None and self.stops.found(token)):
             return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
+        if len(self.tokens) >= self.limit:
+            return "length"
+        return "handoff" if self.hands_over else None
 
     def result(self, reason: FinishReason, error: str = "") -> GenResult:
         """What the caller gets."""
@@ -80,9 +136,10 @@ class Running:
             finish_reason=reason,
             cached_tokens=self.cached,
             error=error,
-            queue_s=self.queue_s,
+            queue_s=self.waited_s + self.queue_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            received_tokens=self.received,
         )
 
 

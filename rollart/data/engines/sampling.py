@@ -112,6 +112,11 @@ def uniform(keys_R1: Tensor, positions_RN: Tensor) -> Tensor:
     return (mixed_RN >> 40 & 0xFFFFFF) / float(1 << 24)
 
 
+def seed_of(seed: int, trajectory_id: str) -> int:
+    """For engines that draw by seeds of their own: of one trajectory, at least 0, and below 2**62."""
+    return _key(seed, trajectory_id) & (1 << 62) - 1
+
+
 @functools.lru_cache(1 << 14)
 def _key(seed: int, trajectory_id: str) -> int:
     """64 bits, signed."""

@@ -16,6 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from rollart.errors import GenerationError
+from rollart.protocols import Payload
+
 FIRST_WIDTH = 64
 
 
@@ -69,15 +72,35 @@ class Slots:
         """A copy of the slot's first `num_tokens` tokens, [L, 2, H, num_tokens, D]."""
         return self.buffer_L2SHWD[:, :, slot, :, :num_tokens].clone(memory_format=torch.contiguous_format)
 
-    def load(self, slot: int, saved_L2HTD: Tensor, num_tokens: int) -> None:
-        """Write the first `num_tokens` tokens of what `save` returned into a slot, for which it makes room."""
-        self.reserve(slot + 1, num_tokens)
-        self.buffer_L2SHWD[:, :, slot, :, :num_tokens] = saved_L2HTD[:, :, :, :num_tokens]
+    def load(self, slot: int, saved_L2HTD: Tensor, num_tokens: int, start: int = 0) -> None:
+        """Write the first `num_tokens` tokens of what `save` returned into a slot from token `start` on; makes room."""
+        self.reserve(slot + 1, start + num_tokens)
+        self.buffer_L2SHWD[:, :, slot, :, start : start + num_tokens] = saved_L2HTD[:, :, :, :num_tokens]
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Write the first `num_tokens` tokens of a slot into another, for which it makes room."""
         self.reserve(target + 1, num_tokens)
         self.buffer_L2SHWD[:, :, target, :, :num_tokens] = self.buffer_L2SHWD[:, :, source, :, :num_tokens]
+
+    def to_bytes(self, saved_L2HTD: Tensor) -> memoryview:
+        """The keys and values of some tokens as they travel to another engine with the same model and dtype."""
+        flat = saved_L2HTD.cpu().contiguous().view(torch.uint8).flatten()
+        return flat.numpy().data
+
+    def from_bytes(self, payload: Payload, num_tokens: int) -> Tensor:
+        """What `to_bytes` was given, [L, 2, H, num_tokens, D]. Raises GenerationError when its size is another."""
+        layers, _, _, heads, _, head_dim = self.buffer_L2SHWD.shape
+        num_bytes = layers * 2 * heads * num_tokens * head_dim * self.buffer_L2SHWD.element_size()
+        if memoryview(payload).nbytes != num_bytes:
+            raise GenerationError(
+                f"keys and values of {num_tokens} tokens came as {memoryview(payload).nbytes} bytes, not {num_bytes}: "
+                "the engine that computed them has another model or dtype"
+            )
+        if not num_bytes:
+            return self.buffer_L2SHWD.new_zeros(layers, 2, heads, 0, head_dim)
+        writable = bytearray(payload) if isinstance(payload, bytes) else payload
+        flat = torch.frombuffer(writable, dtype=self.buffer_L2SHWD.dtype)
+        return flat.view(layers, 2, heads, num_tokens, head_dim)
 
     def wipe(self, slot: int) -> None:
         """Zero a slot."""

@@ -295,11 +295,10 @@ class Function:
 
     async def _hedged(self, body: bytes, key: str) -> Answer:
         """One delivery; a second one with the same key when it takes longer than most. The first answer counts."""
+        if (after_s := self._hedge_after_s()) is None:
+            return await self._invoke(body, key)
         first = asyncio.create_task(self._invoke(body, key))
-        after_s = self._hedge_after_s()
         try:
-            if after_s is None:
-                return await first
             await asyncio.wait([first], timeout=after_s)
             if first.done():
                 return first.result()

@@ -19,8 +19,10 @@ from typing import Any
 
 import msgspec
 
+from rollart.data.handshake import check_greeting, greeting
 from rollart.data.ray_actor import enter
-from rollart.data.ray_runtime import BULK_BYTES, Connection, address_of
+from rollart.data.ray_runtime import Connection, address_of
+from rollart.data.ray_worker import BULK_BYTES
 from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
 from rollart.data.serverless.handler import Handler, make_handler
 from rollart.data.targets import named
@@ -62,7 +64,7 @@ class RayEndpoint:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         payload = await asyncio.to_thread(ray.put, body) if len(body) > BULK_BYTES else body
-        answers = task.remote(self._target, self._arguments, os.getcwd(), payload)
+        answers = task.remote(greeting(), self._target, self._arguments, os.getcwd(), payload)
         finished = False
         try:
             cold = await self._next(ray, answers)
@@ -111,10 +113,14 @@ class RayEndpoint:
             raise EndpointError(f"its task ended under the call: {_short(error)}") from error
 
 
-def run(target: str, arguments: bytes, folder: str, body: bytes) -> Iterator[Any]:
-    """The task: whether its process is new, then why it cannot serve, or nothing, with the encoded reply."""
+def run(hello: bytes, target: str, arguments: bytes, folder: str, body: bytes) -> Iterator[Any]:
+    """The task: whether its process is new, then why it cannot serve, or nothing, with the encoded reply.
+
+    `hello`: the caller's greeting (`handshake.py`).
+    """
     yield not _handler.cache_info().currsize
     try:
+        check_greeting(hello, "the caller")
         handler = _handler(target, arguments, folder)
     except BaseException as error:  # a module may do anything, sys.exit included
         yield f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode(), b""

@@ -20,6 +20,7 @@ the KV read by prefill (its arithmetic outweighs it), pipeline and expert parall
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rollart.data.engines.emulation import PARAMS, SLOWDOWN
 from rollart.data.simulated.model_shape import BF16, ModelShape
@@ -130,7 +131,7 @@ class Pace:
         )
 
     # ----------------------------------------------------------------------------------------------------- training
-    def train_seconds(self, lengths: list[int], num_devices: int) -> float:
+    def train_seconds(self, lengths: Sequence[int], num_devices: int) -> float:
         """Of one train_step on sequences of these lengths, on `num_devices` devices of this class.
 
         `ModelShape.training_flops` at the efficiency of training, plus what a step costs whatever its size.

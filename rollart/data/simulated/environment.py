@@ -49,19 +49,21 @@ class SimulatedEnvironment:
         return EnvReply(_observation(episode, 0))
 
     async def step(self, env_id: str, action: str) -> EnvReply:  # noqa: ARG002
-        """The next turn of the episode, whatever the action; the last one pays. Raises EnvTimeout or EnvError."""
+        """The next turn of the episode, whatever the action; the last one pays, and closes it.
+
+        Raises EnvTimeout or EnvError.
+        """
         life = self._running.get(env_id)
         if life is None:
             raise EnvError(f"no environment {env_id!r} here: it was never reset, failed, or is closed")
         turn, episode = life.turn, life.episode
-        if turn == len(episode.responses):
-            raise EnvError(f"step of task {life.task!r}: its episode is over")
         life.turn += 1
         self._cost.steps += 1
         await self._pass(env_id, life, "step", episode.steps_s[turn], self._configs[life.task].step_timeout_s)
         if turn == episode.failing_step:
             self._fail(env_id, life, "step")
         if life.turn == len(episode.responses):
+            self._forget(env_id, life)
             return EnvReply("", episode.reward, terminated=True)
         return EnvReply(_observation(episode, life.turn))
 

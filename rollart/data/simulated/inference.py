@@ -106,8 +106,8 @@ class SimulatedInference:
         """Pull a published version into host memory while generation goes on. Raises WeightsError."""
         await self._fetched(version)
 
-    async def update(self, version: int) -> None:
-        """Load a version, prefetched or not; no step runs meanwhile. Raises WeightsError, and the old weights stay."""
+    async def update(self, version: int) -> int:
+        """Load a version, prefetched or not, and say it; no step runs meanwhile. Raises WeightsError: the old stay."""
         await self._fetched(version)
         self._fetching = None
         suspended = self.engine.suspended
@@ -118,6 +118,7 @@ class SimulatedInference:
             self._resolve(result)
         if not suspended:
             await self.resume()
+        return self.engine.stats(now).version
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Zeros, as the simulated trainer answers."""

@@ -11,7 +11,7 @@ sliding windows, low-rank attention, quantisation.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class ModelShape(Struct, frozen=True):
         size each (Kaplan et al. 2020, table 1; both products, 2 FLOPs per multiply-add)."""
         return 4 * self.num_layers * self.num_heads * self.head_dim * attended
 
-    def training_flops(self, lengths: list[int]) -> float:
+    def training_flops(self, lengths: Sequence[int]) -> float:
         """FLOPs of one pass over sequences of these lengths with activations computed again.
 
         Backward costs twice the forward pass (Kaplan et al. 2020), 6 x parameters x tokens in all; full recomputation

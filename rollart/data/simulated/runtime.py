@@ -8,6 +8,7 @@ that went away takes its workers with it and is not offered again. What this fil
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import CoroutineType
 from typing import Any
@@ -26,12 +27,12 @@ from rollart.data.simulated.profile import Profile, TaskProfile
 from rollart.data.simulated.reward import SimulatedReward
 from rollart.data.simulated.store import SimulatedStore
 from rollart.data.simulated.timeline import Timeline
-from rollart.data.trainers.simulated import SimulatedTrainer
+from rollart.data.trainers.simulated import SimulatedTrainer, TrainSeconds, measured, modelled
 from rollart.errors import ConfigError, WorkerDied
 from rollart.protocols import WorkerHandle
 from rollart.resource.classes import CLASSES, CPU, DeviceClass
-from rollart.resource.placement import indices
-from rollart.sections import FaultConfig, SimulateConfig
+from rollart.resource.placement import indices, place
+from rollart.sections import FaultConfig, RoleConfig, SimulateConfig
 from rollart.types import Binding, EngineStats, NodeInfo
 
 CPU_NODE = "cpu"
@@ -127,13 +128,16 @@ class SimulatedRuntime:
             worker.die("it was stopped")
 
     def check(self) -> None:
-        """Raises ConfigError where `simulate.prefill` or `faults` name nothing of this run. All workers are there."""
+        """Raises ConfigError where `simulate.prefill` or `faults` name nothing of this run, or where the affinity names
+        the class that only prefills. All workers are there.
+        """
         classes = list(dict.fromkeys(self.engine_classes().values()))
         if (prefill := self._settings.prefill) and prefill not in classes:
             hint = nearest(prefill, classes)
             raise ConfigError(f"simulate.prefill: no worker of actor_gen is on class {prefill!r}{hint}")
         if classes == [prefill]:
             raise ConfigError(f"simulate.prefill: all workers of actor_gen are on {prefill!r}, and none decodes")
+        self._check_affinity(prefill, [name for name in classes if name != prefill])
         pools, origins = accelerators(self._config), list(self.workers)
         for number, fault in enumerate(self._settings.faults):
             key = f"simulate.faults[{number}]"
@@ -144,6 +148,15 @@ class SimulatedRuntime:
             kind, name = said[0]
             if (name.partition(".")[0] if kind == "worker" else name) not in known[kind]:
                 raise ConfigError(f"{key}.{kind}: there is no {kind} {name!r}{nearest(name, known[kind])}")
+
+    def _check_affinity(self, prefill: str, others: list[str]) -> None:
+        affinity = self._config.affinity
+        for tag, name in affinity.items() if isinstance(affinity, dict) else ():
+            if name == prefill:
+                raise ConfigError(
+                    f"affinity.{toml.key(tag)}: class {name!r} only prefills (simulate.prefill) and serves no task; "
+                    f"take {' or '.join(map(repr, others))}, or leave it out"
+                )
 
     def strike(self, fault: FaultConfig) -> str:
         """Let something break, now; what happened, in one line."""
@@ -234,11 +247,10 @@ class SimulatedRuntime:
 
     def _trainer(self, binding: Binding) -> SimulatedTrainer:
         return SimulatedTrainer(
-            self._pace(binding, 1),
+            train_seconds(self._profile, binding.device_class, self._model),
             lambda: self._num_training_devices,
             self._store,
             timeline=self._timeline,
-            seconds_per_token=self._profile.train_s_per_token,
         )
 
 
@@ -265,6 +277,32 @@ def accelerators(config: Config) -> dict[str, dict[str, tuple[int, ...]]]:
     }
 
 
+def reading_apart(config: Config) -> Config:
+    """`roles.prefill` as it is simulated: `simulate.prefill`, a class of actor_gen that only prefills.
+
+    Raises ConfigError where engines that read and engines that decode are on one class, or of different size.
+    """
+    if "prefill" not in config.roles:
+        return config
+    simulate = config.simulate or SimulateConfig()
+    if simulate.prefill:
+        raise ConfigError("simulate.prefill: the table roles.prefill says who reads; keep one of them")
+    placed = place(replace(config, engine="embedded"), nodes_of(config), ("actor_gen", "prefill"))
+    reading = Counter(each.device_class for each in placed.of_role("prefill"))
+    decoding = Counter(each.device_class for each in placed.of_role("actor_gen"))
+    if len(reading) > 1 or reading.keys() & decoding.keys():
+        raise ConfigError(
+            f"roles.prefill: it is on {' and '.join(reading)}, actor_gen on {' and '.join(decoding)}; a simulated run "
+            "reads on one class, and decodes on others"
+        )
+    sizes = {each.num_devices for each in placed.wanted}
+    if len(sizes) > 1:
+        raise ConfigError("roles.prefill.devices: in a simulated run as many as roles.actor_gen.devices")
+    roles = {name: role for name, role in config.roles.items() if name != "prefill"}
+    roles["actor_gen"] = RoleConfig(workers=dict(decoding + reading), devices=sizes.pop())
+    return replace(config, roles=roles, simulate=replace(simulate, prefill=next(iter(reading))))
+
+
 def with_nodes(config: Config) -> Config:
     """The same pools, each with the names of its nodes, so that two pools of one class stand on nodes of their own."""
     named = {
@@ -289,11 +327,18 @@ def nodes_of(config: Config) -> list[NodeInfo]:
     return [NodeInfo(node, there, cuda.get(node, ())) for node, there in devices.items()]
 
 
+def train_seconds(profile: Profile, device_class: str, model: ModelShape) -> TrainSeconds:
+    """As the profile's run measured it, on whatever device, else by the model of the class. Raises ConfigError."""
+    if profile.train_s_per_token is not None:
+        return measured(profile.train_s_per_token)
+    return modelled(Pace(figures(device_class), model, 1, profile.efficiency))
+
+
 def figures(device_class: str) -> DeviceClass:
     """The figures of a class. Raises ConfigError where there are none."""
     if device_class not in CLASSES:
         raise ConfigError(
-            f"simulate: device class {device_class!r} has no figures{nearest(device_class, [*CLASSES])}; "
-            f"known: {', '.join(CLASSES)}"
+            f"simulate: device class {device_class!r} has no figures{nearest(device_class, [*CLASSES])}; declare a "
+            "pool of such a class ([pools.NAME] with count = N) and name it in [roles]"
         )
     return CLASSES[device_class]

@@ -42,13 +42,19 @@ TRAINERS: Mapping[str, Callable[[], TrainerFactory]] = {
 
 def trainer_factory(name: str) -> TrainerFactory:
     """The trainer called `name`. Raises ConfigError for an unknown one."""
-    if name not in TRAINERS:
-        raise ConfigError(f"trainer: unknown {name!r}{nearest(name, list(TRAINERS))}")
+    check_known(name)
     return TRAINERS[name]()
 
 
+def check_known(name: str) -> None:
+    """Raises ConfigError for a trainer that is not here."""
+    if name not in TRAINERS:
+        raise ConfigError(f"trainer: unknown {name!r}{nearest(name, list(TRAINERS))}")
+
+
 def check_installed(config: Config) -> None:
-    """Whether the packages that the trainer needs are here. Raises ConfigError that names the extra."""
+    """Whether the trainer, and the packages that it needs, are here. Raises ConfigError, which names the extra."""
+    check_known(config.trainer)
     if config.train.lora.r:
         _check_there("train.lora:", "peft", "peft")
     if config.trainer == "megatron":

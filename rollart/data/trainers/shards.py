@@ -24,10 +24,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from rollart.data.stores.bucket import in_buckets
 from rollart.data.trainers import checkpoint
 from rollart.data.trainers.checkpoint import SHARDS, TrainerState
 from rollart.data.trainers.ranks import Ranks
-from rollart.data.weights import in_buckets
 from rollart.errors import RunFolderError
 
 RANDOM = "random/torch"

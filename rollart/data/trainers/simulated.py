@@ -7,7 +7,7 @@ What this file leaves out: the weights and the loss. Checkpoints cost nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rollart.data.simulated.device import Pace
 from rollart.data.simulated.store import SimulatedStore
@@ -15,26 +15,37 @@ from rollart.data.simulated.timeline import Timeline
 from rollart.errors import TrainError
 from rollart.types import ParameterInfo, TrainBatch, TrainReport, WeightManifest
 
+TrainSeconds = Callable[[Sequence[int], int, int], float]
+"""(tokens of each sequence, generated tokens of all, devices that train together) -> seconds of a train_step."""
+
+
+def modelled(pace: Pace) -> TrainSeconds:
+    """By the device model: `Pace.train_seconds`."""
+    return lambda lengths, _, num_devices: pace.train_seconds(lengths, num_devices)
+
+
+def measured(seconds_per_token: float) -> TrainSeconds:
+    """As a run has measured it, per generated token."""
+    return lambda _, generated_tokens, __: generated_tokens * seconds_per_token
+
 
 class SimulatedTrainer:
     """Has the methods of `data.training.TrainWorker`.
 
-    `pace`: of the trainer's device class; `num_devices`: how many of them train together, asked at each step.
-    `seconds_per_token`: of a generated token, where a run has measured it; it then replaces the model of
-    `Pace.train_seconds`. `timeline` gets a track `name`.
+    `seconds`: of a train_step; `num_devices`: how many devices train together, asked at each step. `timeline` gets a
+    track `name`.
     """
 
     def __init__(
         self,
-        pace: Pace,
+        seconds: TrainSeconds,
         num_devices: Callable[[], int],
         store: SimulatedStore,
         timeline: Timeline | None = None,
-        seconds_per_token: float | None = None,
         name: str = "trainer",
     ) -> None:
-        self._pace, self._num_devices, self._store = pace, num_devices, store
-        self._timeline, self._seconds_per_token, self._name = timeline, seconds_per_token, name
+        self._seconds, self._num_devices, self._store = seconds, num_devices, store
+        self._timeline, self._name = timeline, name
         self._turn = asyncio.Lock()
 
     async def train_step(self, batch: TrainBatch) -> TrainReport:
@@ -43,7 +54,7 @@ class SimulatedTrainer:
         trained_tokens = sum(each.num_generated_tokens for each in trajectories)
         if not trained_tokens:
             raise TrainError(f"step {batch.step}: no trajectory of the batch has a generated token")
-        seconds = self._seconds(trained_tokens, [each.num_tokens for each in trajectories])
+        seconds = self._seconds([each.num_tokens for each in trajectories], trained_tokens, self._num_devices())
         async with self._turn:
             await self._spend("train", seconds)
         return TrainReport(
@@ -55,11 +66,6 @@ class SimulatedTrainer:
             seconds=seconds,
             metrics={"samples": float(len(trajectories))},
         )
-
-    def _seconds(self, trained_tokens: int, lengths: list[int]) -> float:
-        if self._seconds_per_token is not None:
-            return trained_tokens * self._seconds_per_token
-        return self._pace.train_seconds(lengths, self._num_devices())
 
     async def _spend(self, what: str, seconds: float) -> None:
         began_s = asyncio.get_running_loop().time()

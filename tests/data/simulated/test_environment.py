@@ -156,7 +156,7 @@ def test_a_closed_or_repeated_reset_begins_anew_and_an_episode_does_not_go_on_af
         env = environment(turns=Spread(1.0))
         first = await env.reset("a", "maze", 1)
         assert (await env.step("a", "")).terminated
-        with pytest.raises(EnvError, match="its episode is over"):
+        with pytest.raises(EnvError, match="no environment 'a' here"):
             await env.step("a", "")
         assert await env.reset("a", "maze", 1) == first
         await env.close("a")

@@ -248,7 +248,9 @@ def test_the_timeline_shows_what_the_engine_did() -> None:
 
 
 def test_the_worker_answers_all_calls_that_control_makes() -> None:
-    calls = [name for name in vars(RemoteInference) if not name.startswith("_") and name != "name"]
+    # `decode` apart: a simulated worker has prompts read on its peers by itself.
+    other = ("name", "stop", "decode")
+    calls = [name for name in vars(RemoteInference) if not name.startswith("_") and name not in other]
     assert all(callable(getattr(SimulatedInference, name)) for name in calls)
 
 

@@ -15,7 +15,7 @@ from rollart.data.simulated.model_shape import load_shape
 from rollart.data.simulated.profile import Link
 from rollart.data.simulated.store import SimulatedStore
 from rollart.data.simulated.timeline import Timeline
-from rollart.data.trainers.simulated import SimulatedTrainer
+from rollart.data.trainers.simulated import SimulatedTrainer, measured, modelled
 from rollart.errors import ConfigError, TrainError, WeightsError
 from rollart.resource.classes import CLASSES
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
@@ -79,7 +79,7 @@ def test_a_profile_without_a_link_for_weights_is_refused() -> None:
 def test_a_train_step_lasts_as_long_as_its_tokens_cost_on_the_devices_there_are() -> None:
     async def main() -> tuple[float, float]:
         devices = [8]
-        trainer = SimulatedTrainer(PACE, lambda: devices[0], SimulatedStore(MODEL, LINKS))
+        trainer = SimulatedTrainer(modelled(PACE), lambda: devices[0], SimulatedStore(MODEL, LINKS))
         report = await trainer.train_step(batch((1000, 500), (3000, 20)))
         assert (report.step, report.trained_tokens, report.skipped) == (1, 520, False)
         assert report.seconds == PACE.train_seconds([1500, 3020], 8)
@@ -92,7 +92,7 @@ def test_a_train_step_lasts_as_long_as_its_tokens_cost_on_the_devices_there_are(
 
 def test_a_measured_pace_replaces_the_model_of_it() -> None:
     async def main() -> float:
-        trainer = SimulatedTrainer(PACE, lambda: 8, SimulatedStore(MODEL, LINKS), seconds_per_token=0.01)
+        trainer = SimulatedTrainer(measured(0.01), lambda: 8, SimulatedStore(MODEL, LINKS))
         return await took(trainer.train_step(batch((100, 50))))
 
     assert run_virtual(main()) == pytest.approx(0.5)
@@ -101,7 +101,7 @@ def test_a_measured_pace_replaces_the_model_of_it() -> None:
 def test_a_publication_waits_for_the_train_step_before_it() -> None:
     async def main() -> Timeline:
         timeline = Timeline()
-        trainer = SimulatedTrainer(PACE, lambda: 8, SimulatedStore(MODEL, LINKS), timeline)
+        trainer = SimulatedTrainer(modelled(PACE), lambda: 8, SimulatedStore(MODEL, LINKS), timeline)
         await asyncio.gather(trainer.train_step(batch((1000, 500))), trainer.publish(1))
         return timeline
 
@@ -111,14 +111,14 @@ def test_a_publication_waits_for_the_train_step_before_it() -> None:
 
 
 def test_a_batch_without_a_generated_token_is_refused() -> None:
-    trainer = SimulatedTrainer(PACE, lambda: 8, SimulatedStore(MODEL, LINKS))
+    trainer = SimulatedTrainer(modelled(PACE), lambda: 8, SimulatedStore(MODEL, LINKS))
     with pytest.raises(TrainError, match="no trajectory of the batch has a generated token"):
         run_virtual(trainer.train_step(batch((100, 0))))
 
 
 def test_trainer_and_engines_agree_on_weights_that_are_not_there() -> None:
     async def main() -> None:
-        trainer = SimulatedTrainer(PACE, lambda: 8, SimulatedStore(MODEL, LINKS))
+        trainer = SimulatedTrainer(modelled(PACE), lambda: 8, SimulatedStore(MODEL, LINKS))
         assert await trainer.logprobs([1, 2, 3]) == [0.0, 0.0]
         assert await trainer.parameters() == []
         await trainer.save("nowhere")

@@ -17,7 +17,7 @@ from msgspec import structs, to_builtins
 from transformers import AutoModelForCausalLM
 
 from rollart.data.trainers.embedded import EmbeddedTrainer
-from rollart.errors import ConfigError, RankError, RewardError, RunFolderError, WorkerDied
+from rollart.errors import ConfigError, RankError, RewardError, RunFolderError, WeightsError, WorkerDied
 from rollart.sections import TrainConfig
 from rollart.types import Turn
 from tests.data.trainers.batches import batch
@@ -132,6 +132,22 @@ def test_the_supervised_warm_up_is_that_of_one_process(trainer_model, group):
     assert two.warmup(rows, 4, 1e-2, 30) == pytest.approx(expected, rel=1e-4)
     assert two.warmup_progress() == (4, pytest.approx(expected[1], rel=1e-4))
     assert_near(two.weights(), dict(one.tensors()))
+
+
+# -------------------------------------------------------------------------------------------------------- publications
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_weights_that_a_store_refuses_or_loses_leave_the_ranks_able_to_publish_them_again(trainer_model, group):
+    """Whoever stops writing in the middle still gathers to the end, and what is trained on meanwhile is not rescued."""
+    two = ranks(group, 2, trainer_model)
+    two.publish(10_001)
+    with pytest.raises(WeightsError, match="already published"):
+        two.publish(10_001)
+    with pytest.raises(WeightsError, match="and there is no other place"):
+        two.rescue(10_001)
+    two.train_step(batches(alone(trainer_model), 1)[0])
+    with pytest.raises(WeightsError, match="the trainer holds other weights by now"):
+        two.rescue(10_001)
+    assert two.weights().keys() == {info.name for info in two.parameters()}
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -31,7 +31,7 @@ class Holding:
     """What this rank holds. `shapes`: of all of transformers' weights."""
 
     def __init__(self, stage: Stage, shape: Shape, shapes: Mapping[str, Sequence[int]], ranks: Ranks) -> None:
-        self.shapes = shapes
+        self.shapes = {name: shapes[name] for part in parts(shape) for name in part.sources}
         self._shape, self._ranks, self._place = shape, ranks, stage.place
         self._first_layer, self._weights = stage.first_layer, stage.weights()
         self._per_stage = shape.layers // self._place.layout.pipeline

@@ -25,9 +25,9 @@ from rollart.data.trainers.megatron.context import gathered_positions, places_of
 from rollart.data.trainers.megatron.holding import Holding
 from rollart.data.trainers.megatron.place import Place
 from rollart.data.trainers.megatron.stage import Stage
+from rollart.data.trainers.megatron.vocabulary import from_split_logits
 from rollart.data.trainers.ranks import Ranks
 from rollart.data.trainers.scoring import empty_model, load_model
-from rollart.data.trainers.megatron.vocabulary import from_split_logits
 from rollart.learn.batching import MicroBatch, Sample, collate, deal
 from rollart.sections import TrainConfig
 

@@ -52,7 +52,7 @@ class MegatronTrainer(PolicyTrainer[MegatronLearner]):
         super().__init__(MegatronLearner(model_folder, options, ranks, place), options, temperature, seed)
 
     def parameters(self) -> list[ParameterInfo]:
-        """Names, whole shapes and dtypes (`float32`) of what `tensors` yields."""
+        """Names, whole shapes and dtypes (`float32`) of what `tensors` yields, in its order."""
         shapes = self._learner.holding.shapes
         return [ParameterInfo(name, tuple(shape), "float32") for name, shape in shapes.items()]
 

@@ -37,8 +37,8 @@ def shape_of(config: Any) -> Shape:
         raise ConfigError(f"trainer: 'megatron' knows {', '.join(FAMILIES)}, not {kind!r}; {INSTEAD}")
     if rope.get("rope_type", "default") != "default" and any(rope.get(key) != LLAMA3[key] for key in LLAMA3):
         raise ConfigError(f"trainer: 'megatron' knows plain rotary positions and Llama 3's, not {rope}; {INSTEAD}")
-    if kind == "llama" and (config.attention_bias or config.mlp_bias):
-        raise ConfigError(f"trainer: 'megatron' knows Llama without biases; {INSTEAD}")
+    if kind != "qwen2" and (getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)):
+        raise ConfigError(f"trainer: 'megatron' knows the biases of Qwen2 alone; {INSTEAD}")
     if config.hidden_act != "silu":
         raise ConfigError(f"trainer: 'megatron' knows the activation silu, not {config.hidden_act!r}; {INSTEAD}")
     if getattr(config, "use_sliding_window", False):
@@ -63,8 +63,6 @@ def _check_mixture(config: Any) -> None:
             "trainer: 'megatron' knows mixtures with experts in every layer, whose weights add up to 1 "
             f"(norm_topk_prob); {INSTEAD}"
         )
-    if config.attention_bias:
-        raise ConfigError(f"trainer: 'megatron' knows Qwen3 without biases; {INSTEAD}")
 
 
 def settings(config: Any, shape: Shape, options: TrainConfig, layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,173 @@
+"""vLLM's `LLMEngine` in this process: token ids in, token ids with log-probabilities out, weights in place.
+
+Invariants: log-probabilities are those of the distribution that was sampled from; vLLM's own tokenizer, stop strings
+and generation config play no part; a step that has returned has left nothing under way.
+Left out: who may run when (`vllm.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from rollart.checks import nearest
+from rollart.data.engines.vllm import News
+from rollart.data.engines.vllm_weights import EXTENSION, NAME
+from rollart.data.stores.bucket import in_buckets
+from rollart.errors import ConfigError, GenerationError, boundary
+from rollart.types import Sampling
+
+BUCKET_BYTES = 64 << 20
+"""Weights that vLLM is handed at once."""
+ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False}
+"""Unless options say otherwise: no compilation, not nearly all of the machine's memory, and prompts read whole, since
+vLLM 0.32 cannot draw by a seed there for a prompt that was read in parts."""
+
+
+class InProcess:
+    """Implements `vllm.Core`.
+
+    `max_requests` run at once, of `max_tokens` each, with `step_tokens` in a step; `options`: of `EngineArgs`.
+    Raises ConfigError for options and devices that there are not, GenerationError when vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model_folder: str,
+        max_requests: int,
+        max_tokens: int,
+        step_tokens: int,
+        device: str,
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
+        if device != current_platform.device_type:
+            raise ConfigError(
+                f"engine: the pool says {device!r}, but the vLLM that is installed computes on "
+                f"{current_platform.device_type!r}; install the other build, or set the pool's device"
+            )
+        mine: dict[str, Any] = {
+            "model": model_folder,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "max_num_seqs": max_requests,
+            "max_model_len": max_tokens,
+            "max_num_batched_tokens": step_tokens,
+            "tensor_parallel_size": tensor_parallel_size,
+            "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+            "logprobs_mode": "processed_logprobs",
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "weight_transfer_config": WeightTransferConfig(backend=NAME),
+            "worker_extension_cls": EXTENSION,
+        }
+        _check(options, mine)
+        given = {**(ON_CPU if device == "cpu" else {}), **options, **mine}
+        if given.get("enable_chunked_prefill") is False:
+            given["max_num_batched_tokens"] = max(step_tokens, max_tokens)
+        with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
+            config = EngineArgs(**given).create_engine_config()
+            self._llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        self.vocabulary: int = config.model_config.get_vocab_size()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it runs or has queued."""
+        return self._llm.get_num_unfinished_requests()
+
+    def add(self, request_id: str, tokens: list[int], sampling: Sampling, max_tokens: int, seed: int) -> None:
+        """Queue a request."""
+        self._add(
+            request_id,
+            tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed if sampling.temperature else None,
+            max_tokens=max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,  # of the sampled token alone
+        )
+
+    def score(self, request_id: str, tokens: list[int]) -> None:
+        """Queue a request for log-probabilities, which vLLM computes without reading the prefix cache."""
+        self._add(request_id, tokens, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+    def _add(self, request_id: str, tokens: list[int], **sampling: Any) -> None:
+        params = SamplingParams(
+            **sampling,
+            ignore_eos=True,
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+        self._llm.add_request(request_id, tokens_input(tokens), params)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests without news."""
+        if request_ids:
+            self._llm.abort_request(request_ids)
+
+    def step(self) -> list[News]:
+        """Advance by one step."""
+        return [_news(output) for output in self._llm.step()]
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights in place, bucket by bucket. A tensor's memory may hold the next one already by then."""
+        self._llm.collective_rpc("start_weight_update")
+        try:
+            for bucket in in_buckets(((name, tensor.clone()) for name, tensor in tensors), BUCKET_BYTES):
+                self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": bucket}})
+        except Exception:
+            with contextlib.suppress(Exception):  # where the fault is vLLM's, it has ended the update itself
+                self._llm.collective_rpc("finish_weight_update")
+            raise
+        self._llm.collective_rpc("finish_weight_update")
+
+    def forget(self, clean: bool = False) -> None:
+        """Empty the prefix cache; `clean`: and its memory. Raises GenerationError while requests run."""
+        if not self._llm.reset_prefix_cache():
+            raise GenerationError("vLLM's prefix cache cannot be emptied while requests run")
+        if clean:
+            self._llm.collective_rpc("rollart_clean_cache")
+
+    def sleep(self) -> None:
+        """Give the device's memory back; the weights go to the host."""
+        self._llm.sleep(level=1)
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Take it again."""
+        self._llm.wake_up(["weights"] if weights_only else None)
+
+
+def _check(options: dict[str, Any], mine: dict[str, Any]) -> None:
+    known = [each.name for each in fields(EngineArgs)]
+    for name in options:
+        if name in mine:
+            raise ConfigError(f"engine_options.{name}: rollart sets it itself; leave it out")
+        if name not in known:
+            raise ConfigError(f"engine_options.{name}: not an argument of vLLM's EngineArgs{nearest(name, known)}")
+
+
+def _news(output: Any) -> News:
+    completion, scores = output.outputs[0], output.prompt_logprobs
+    return News(
+        request_id=output.request_id,
+        tokens=list(completion.token_ids) if completion.logprobs else [],
+        logprobs=completion.logprobs.logprobs if completion.logprobs else [],
+        cached=output.num_cached_tokens or 0,
+        ended=completion.finish_reason or "",
+        scores=scores.logprobs if scores else [],
+    )
