@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: each writes what it holds, and any number of ranks reads it back.
 
-    shards/                            weights, optimizer, random state, reference (torch.distributed.checkpoint)
+    shards/                            weights, optimizer, random state, reference (torch.distributed.checkpoint),
+                                       under transformers' names, whatever trainer wrote them
     config.json, model*.safetensors    the model in Hugging Face format, written by the first rank as it is gathered
 
 Invariants: all ranks see the folder; a fault of one rank is raised by all of them, so that a run without room for a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,14 @@ class Saved:
         """What is there with this prefix, without it."""
         return [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)]
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Raises RunFolderError unless all of them are there."""
+        if missing := set(names) - self.names:
+            raise RunFolderError(f"it has no {min(missing)}")
+
     def load(self, held: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's shards, and set the random state; all ranks at once. Raises RunFolderError."""
-        if missing := set(held) - self.names:
-            raise RunFolderError(f"it has no {min(missing)}")
+        self.expect(held)
         random = torch.get_rng_state()
         with _known():
             state_dict_loader.load({**held, RANDOM: random}, storage_reader=self._reader)
@@ -117,8 +122,7 @@ class Saved:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """One whole tensor, in float32; every rank for itself. Raises RunFolderError."""
-        if name not in self.names:
-            raise RunFolderError(f"it has no {name}")
+        self.expect([name])
         held = {name: torch.empty(tuple(shape), dtype=torch.float32)}
         with _known():
             state_dict_loader.load(held, storage_reader=self._reader, no_dist=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
 from rollart.config import Layout, parse
+from rollart.data.trainers import check_installed, trainer_factory
 from rollart.data.trainers.fit import check_divides, check_fits
 from rollart.errors import ConfigError
 from tests.data.trainers.tiny import SHAPE
@@ -66,3 +68,11 @@ def test_a_model_on_this_machine_is_looked_at_before_the_run(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.name: reading"):
         check_fits(run_of(tmp_path, *words))
+
+
+@pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
+def test_without_megatron_core_the_error_names_the_extra():
+    with pytest.raises(ConfigError, match=r"trainer: 'megatron' needs an extra; .*pip install -e '\.\[megatron\]'"):
+        check_installed(run_of("tiny"))
+    with pytest.raises(ConfigError, match=r"needs an extra"):
+        trainer_factory("megatron")

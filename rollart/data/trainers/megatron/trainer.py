@@ -74,6 +74,7 @@ class MegatronTrainer(PolicyTrainer[MegatronLearner]):
             saved = shards.Saved(folder)
             reference = bool(saved.under("reference/"))
             check_reference(folder, saved.state, wanted, reference)
+            saved.expect(f"model/{name}" for name in holding.shapes)
             holding.fill(partial(self._read, saved, "model/{}"), overwrite)
         self._optimizer = self._learner.optimizer(self._adam())
         self._reference = self._learner.frozen() if wanted and reference else None
