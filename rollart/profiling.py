@@ -9,7 +9,6 @@ and ties between quantities of one trajectory, for a profile draws every turn on
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -205,7 +204,7 @@ def _task(run: _Run, name: str, samples: Sequence[_Sample]) -> TaskProfile:
     resets = [sample.seconds.get("reset", 0.0) for sample in samples if not sample.failed_resets_s]
     later = [tokens for sample in samples for tokens in sample.turn_observation_tokens[1:]]
     responses = [tokens for sample in samples for tokens in sample.turn_response_tokens]
-    turns, difficulty = _turns(samples)
+    turns, shared = _turns(samples)
     failing_reset, reset_rate, failed_resets = _reset_failures(run, name, samples)
     step_rate, failed_steps = _step_failures(run, name)
     reward, overhead, scored = _reward(run, name, samples)
@@ -216,7 +215,7 @@ def _task(run: _Run, name: str, samples: Sequence[_Sample]) -> TaskProfile:
         prompt_tokens=fitted([sample.turn_observation_tokens[0] for sample in samples], bounded=True),
         observation_tokens=fitted(later, bounded=True),
         response_tokens=fitted(responses, bounded=True),
-        difficulty_sigma=difficulty,
+        turns_shared=shared,
         equal_rewards=equal,
         reset_s=fitted(resets),
         step_s=fitted(steps),
@@ -241,15 +240,13 @@ def _task(run: _Run, name: str, samples: Sequence[_Sample]) -> TaskProfile:
 
 
 def _turns(samples: Sequence[_Sample]) -> tuple[Spread, float]:
-    """Turns of members and the spread of what groups share, which together have the variance of the sample."""
+    """Turns of members, and how alike they are in a group."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(len(sample.turn_response_tokens))
-    spread = fitted([turns for members in groups.values() for turns in members], bounded=True)
     several = sum(len(members) > 1 for members in groups.values())
-    shared = shared_part(groups) if spread.sigma and several >= GROUPS else 0.0
-    own = rounded(spread.sigma * math.sqrt(1 - shared))
-    return msgspec.structs.replace(spread, sigma=own), rounded(spread.sigma * math.sqrt(shared))
+    shared = rounded(shared_part(groups)) if several >= GROUPS else 0.0
+    return fitted([turns for members in groups.values() for turns in members], bounded=True), shared
 
 
 def _reset_failures(run: _Run, name: str, samples: Sequence[_Sample]) -> tuple[Spread, float, str]:

@@ -45,7 +45,7 @@ def value(plain: Any) -> str:
     if isinstance(plain, dict):
         inner = ", ".join(f"{key(name)} = {value(item)}" for name, item in plain.items())
         return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(plain, list):
+    if isinstance(plain, list | tuple):
         return "[" + ", ".join(map(value, plain)) + "]"
     return _text(plain) if isinstance(plain, str) else repr(plain)
 

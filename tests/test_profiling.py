@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -79,12 +81,12 @@ def test_what_a_run_drew_is_found_again(tmp_path: Path) -> None:
     assert set(found.profile.tasks) == {"maze", "maths"}
     for key in ("turns", "observation_tokens", "response_tokens", "reset_s", "step_s"):
         assert getattr(maze, key).mean == pytest.approx(getattr(MAZE, key).mean, rel=0.12), key
-        assert getattr(maze, key).tail == "lognormal"
+        assert getattr(maze, key).tail == ("lognormal" if key.endswith("_s") else "recorded")
     assert maze.prompt_tokens == Spread(100.0)
-    assert maze.response_tokens.sigma == pytest.approx(0.6, rel=0.1)
+    assert stdev(map(math.log, maze.response_tokens.values)) == pytest.approx(0.6, rel=0.1)
     assert maze.step_s.sigma == pytest.approx(1.0, rel=0.15)
-    assert maze.difficulty_sigma == pytest.approx(0.4, rel=0.25)
-    assert maze.turns.sigma == pytest.approx(0.4, rel=0.25)
+    assert maze.turns_shared == pytest.approx(0.5, abs=0.12)
+    assert stdev(map(math.log, maze.turns.values)) == pytest.approx(0.4 * math.sqrt(2), rel=0.2)
     assert (maze.reset_failure_rate, maze.step_failure_rate, maze.equal_rewards) == (0.0, 0.0, 0.0)
     assert (maze.reward_s, maze.reward_overhead_s) == (Spread(0.0), Spread(0.0))
     assert maze.reasons["turns"] == "1440 sampled trajectories of 360 groups"
@@ -194,8 +196,8 @@ def test_too_few_groups_tell_nothing_of_what_members_share(tmp_path: Path) -> No
     with run(tmp_path) as folder:
         write_step(folder, 1, many("maze", 7))
         maze = recorded(folder.path).profile.tasks["maze"]
-    assert maze.difficulty_sigma == 0.0
-    assert maze.turns.sigma > 0
+    assert maze.turns_shared == 0.0
+    assert maze.turns.values
 
 
 def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class TrainingLoop:
         """train_steps done, which is also the newest published version."""
         self.canary = 0.0
         """The largest difference of a log-probability that the newest comparison found, in nats."""
-        self._canary_expected: list[float] = []
+        self._canary_expected: asyncio.Future[list[float]] | None = None
         self._checking: asyncio.Task[None] | None = None
         self._training: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
@@ -258,12 +258,12 @@ class TrainingLoop:
         self._checking = self._spawn(self._check_canary(self.step))
 
     async def _publish(self, version: int) -> None:
-        """Write the trainer's weights to the store, unless they are there; keep what they say to the canary."""
+        """Write the trainer's weights to the store, unless they are there; what they say to the canary comes later."""
         if self._published != version:
+            publishing = asyncio.ensure_future(self._trainer.publish(version))
+            self._canary_expected = asyncio.ensure_future(self._trainer.logprobs(self._canary_tokens))
             with self._ledger.wait("weights"):
-                _, self._canary_expected = await asyncio.gather(
-                    self._trainer.publish(version), self._trainer.logprobs(self._canary_tokens)
-                )
+                await publishing
             self._published = version
 
     async def _reach(self, read: Callable[[int], Awaitable[None]], version: int) -> None:
@@ -276,9 +276,9 @@ class TrainingLoop:
 
     async def _check_canary(self, version: int) -> None:
         """Workers must give the log-probabilities that the trainer gave. Raises WeightsError."""
-        expected, tolerance = self._canary_expected, self._config.train.canary_tolerance
-        answers = await self._proxy.logprobs(self._canary_tokens)
-        self.canary = canary_difference(expected, answers, version, tolerance)
+        assert self._canary_expected is not None, "what is loaded was published"
+        answers, expected = await asyncio.gather(self._proxy.logprobs(self._canary_tokens), self._canary_expected)
+        self.canary = canary_difference(expected, answers, version, self._config.train.canary_tolerance)
 
     async def _finish_canary(self) -> None:
         """Before the next weights; what it raises ends the run at once, not here."""
@@ -349,7 +349,8 @@ class TrainingLoop:
 
     async def _end(self) -> None:
         """On every way out: no task of this run is left."""
-        tasks = [task for task in (self._training, self._evaluation, self._checking) if task is not None]
+        spawned = (self._training, self._evaluation, self._checking, self._canary_expected)
+        tasks = [task for task in spawned if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

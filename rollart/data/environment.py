@@ -46,7 +46,6 @@ class EnvironmentWorker:
         self._factories: dict[str, Callable[[], Env]] = {
             name: factory(config, name) for name, config in self._configs.items()
         }
-        self._num_threads = num_threads
         self._permits = asyncio.Semaphore(num_threads)
         self._running: dict[str, HostedEnv] = {}
         self._idle: dict[str, list[HostedEnv]] = defaultdict(list)
@@ -90,11 +89,10 @@ class EnvironmentWorker:
         hosted = self._running.pop(env_id, None)
         if hosted is None:
             return
-        idle = self._idle[hosted.task]
-        if hosted.is_busy or len(idle) >= self._num_threads:
+        if hosted.is_busy:
             self._retire(hosted)
         else:
-            idle.append(hosted)
+            self._idle[hosted.task].append(hosted)  # as many as were once in use together, as more are never made
 
     async def give_up(self, env_ids: list[str]) -> None:
         """Close episodes whose owner is dead; unknown ids are nothing to do."""

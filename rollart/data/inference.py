@@ -22,6 +22,10 @@ from rollart.errors import GenerationError, WeightsError, boundary
 from rollart.protocols import FrozenTensors, WeightStore, WorkerHandle
 from rollart.types import EngineStats, GenRequest, GenResult, Handoff, ParameterInfo
 
+TURNS_BETWEEN_STEPS = 8
+"""Turns of the event loop: a command passes through as many until its reply has left, and each costs microseconds. With
+fewer it takes several steps, while a trainer waits for it."""
+
 
 class InferenceWorker:
     """What lives in an inference process. `engine`: a name of `data.engines`, or a factory of the caller's own.
@@ -128,7 +132,8 @@ class InferenceWorker:
             self._wake.clear()
             while self._engine.has_work():
                 self._step()
-                await asyncio.sleep(0)
+                for _ in range(TURNS_BETWEEN_STEPS):
+                    await asyncio.sleep(0)
             await self._wake.wait()
 
     def _step(self) -> None:

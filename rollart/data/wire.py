@@ -89,8 +89,8 @@ def _kinds(function: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(kind for name, kind in typing.get_type_hints(function).items() if name != "return")
 
 
-async def frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """All frames, until ConnectionError says that the stream has ended. Raises WorkerError where it is damaged.
+async def frames(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> AsyncIterator[bytes]:
+    """All frames, until ConnectionError says that the stream has ended. Raises WorkerError for one beyond `max_bytes`.
 
     What arrived together is taken apart without going back to the event loop: with many small calls under way that
     costs less than the calls.
@@ -99,8 +99,8 @@ async def frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while True:
         while len(buffer) - begin >= HEADER.size:
             (length,) = HEADER.unpack_from(buffer, begin)
-            if length > MAX_FRAME_BYTES:
-                raise WorkerError(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}: the stream is damaged")
+            if length > max_bytes:
+                raise WorkerError(f"a frame of {length:,} bytes is beyond the limit of {max_bytes:,}")
             end = begin + HEADER.size + length
             if len(buffer) < end:
                 break

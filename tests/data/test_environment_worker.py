@@ -144,16 +144,18 @@ def test_at_the_end_environments_are_closed_whether_they_run_rest_or_are_in_the_
     asyncio.run(main())
 
 
-def test_no_more_environments_are_kept_than_threads_and_the_rest_are_closed():
+def test_no_more_environments_are_made_than_were_once_in_use_together():
     async def main():
         worker = _naughty(num_threads=1, label="mine")
-        for env_id in ("a", "b", "c"):
-            await worker.reset(env_id, "naughty", 1)
-        for env_id in ("a", "b", "c"):
-            await worker.close(env_id)
-        assert (await worker.stats())["idle"] == 1
-        assert [user_tasks.closed.get(timeout=10) for _ in range(2)] == ["mine", "mine"]
+        for episodes in (("a", "b", "c"), ("d", "e"), ("f", "g", "h")):
+            for env_id in episodes:
+                await worker.reset(env_id, "naughty", 1)
+            for env_id in episodes:
+                await worker.close(env_id)
+            assert await worker.stats() == {"running": 0, "idle": 3, "hung": 0}
         assert user_tasks.closed.empty()
+        await worker.shutdown()
+        assert [user_tasks.closed.get(timeout=10) for _ in range(3)] == ["mine"] * 3
 
     asyncio.run(main())
 

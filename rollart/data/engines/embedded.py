@@ -18,7 +18,8 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,8 @@ class EmbeddedEngine:
                 self._seat_arrived(running, running.arrived)
                 continue
             donor, num_now = self._donor(running)
-            prefilling = self._rows[self._num_decoding :]
-            _, num_soon = most_alike(running.tokens, [(row, len(row.tokens)) for row in prefilling], num_now)
+            prefilling = reversed(self._rows[self._num_decoding :])  # who begins alike has often come just before
+            _, num_soon = most_alike(running.tokens, ((row, len(row.tokens)) for row in prefilling), num_now)
             if 2 * (num_soon - num_now) >= len(running.tokens) - num_now:
                 held.append(running)
             else:
@@ -235,9 +236,9 @@ class EmbeddedEngine:
         own, num_own = self._prefixes.match(running.request.trajectory_id, tokens)
         if 2 * num_own >= len(tokens):
             return own, num_own
-        donors: list[tuple[Running | Kept, int]] = [(row, row.computed) for row in self._rows]
-        donors += [(kept, len(kept.tokens)) for kept in self._prefixes.latest(self._max_slots)]
-        other, num_other = most_alike(tokens, donors, num_own)
+        rows: Iterator[tuple[Running | Kept, int]] = ((row, row.computed) for row in reversed(self._rows))
+        kept = ((kept, len(kept.tokens)) for kept in self._prefixes.latest(self._max_slots))
+        other, num_other = most_alike(tokens, chain(rows, kept), num_own)
         return (own, num_own) if other is None else (other, num_other)
 
     def _seat(self, running: Running, donor: Running | Kept | None, num_reused: int) -> None:

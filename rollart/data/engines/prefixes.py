@@ -97,5 +97,6 @@ def most_alike(tokens: list[int], donors: Iterable[tuple[D, int]], found: int) -
         most = min(known, len(tokens) - 1)
         if least <= most and donor.tokens[least - 1] == tokens[least - 1] and donor.tokens[:least] == tokens[:least]:
             best, found = donor, min(num_alike(donor.tokens, tokens), most)
-            least = found + 1
+            if (least := found + 1) == len(tokens):
+                break
     return best, found

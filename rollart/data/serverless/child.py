@@ -1,12 +1,12 @@
-"""A process of the elastic pool: one function, one call at a time, on the main thread.
+"""A process of the elastic pool: one function, one call at a time, in the order of arrival, on the main thread.
 
     pool -> process    first {"target", "options", "path", "memory_bytes"}, then [time limit in seconds, event] per call
-    process -> pool    first "" or why it cannot serve, then the encoded reply per call
+    process -> pool    first why it cannot serve, if so, then the encoded reply per call; each after SECONDS it took
 
 Invariant: the process never outlives its pool. Its end of the socket is its lifeline: when that closes, it ends with
 everything it started, even in the middle of a call; where the function holds the interpreter in C code, a watchdog ends
-it soon after the call's time limit. What this file leaves out: who starts it (`local.py`), the function's contract
-(`handler.py`).
+it soon after the call's time limit. What this file leaves out: who starts it (`function_process.py`), the
+function's contract (`handler.py`).
 
 Imports are few, as they are part of every cold start.
 """
@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 import msgspec
@@ -29,6 +30,7 @@ import msgspec
 from rollart.data.serverless.handler import Handler, make_handler
 
 HEADER = struct.Struct("!Q")
+SECONDS = struct.Struct("!d")
 PR_SET_CHILD_SUBREAPER = 36
 """So that what a function's process leaves behind stays below this one, and ends with it."""
 GRACE_S = 10.0
@@ -44,14 +46,15 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    first = decode(_read(connection))
+    requests = _Requests(connection)
+    first = decode(requests.next())
     try:
         handler = _build(first)
     except BaseException as error:  # a module may do anything, sys.exit included
-        _write(connection, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace"))
+        _write(connection, 0.0, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace"))
         return
-    _write(connection, b"")
-    _serve(connection, handler)
+    _write(connection, 0.0, b"")
+    _serve(connection, requests, handler)
 
 
 def _build(first: dict[str, Any]) -> Handler:
@@ -63,16 +66,21 @@ def _build(first: dict[str, Any]) -> Handler:
     return make_handler(named(first["target"], "reward"), first["options"])
 
 
-def _serve(connection: socket.socket, handler: Handler) -> None:
-    home, watchdog = os.getpid(), open(os.devnull, "w")  # noqa: SIM115 - held as long as the process
+def _serve(connection: socket.socket, requests: _Requests, handler: Handler) -> None:
+    home, watchdog, watched_until = os.getpid(), open(os.devnull, "w"), 0.0  # noqa: SIM115 - held as long as the process
     while True:
-        limit_s, event = decode(_read(connection))
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=watchdog)
+        if not requests.has_next():
+            faulthandler.cancel_dump_traceback_later()
+            watched_until = 0.0
+        limit_s, event = decode(requests.next())
+        now = time.monotonic()
+        if watched_until < now + limit_s + GRACE_S / 2:  # not anew for each call: it takes longer than short calls
+            watched_until = now + limit_s + GRACE_S
+            faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=watchdog)
         reply = encode(handler(event, None))
-        faulthandler.cancel_dump_traceback_later()
         if os.getpid() != home:
             os._exit(0)  # a process that the function forked ends where the call ends
-        _write(connection, reply)
+        _write(connection, time.monotonic() - now, reply)
 
 
 def _end_with(lifeline: int) -> None:
@@ -82,29 +90,40 @@ def _end_with(lifeline: int) -> None:
 
 
 def _end() -> NoReturn:
-    from rollart.data.serverless.local import kill_tree  # not before: it would be part of every cold start
+    from rollart.data.serverless.function_process import kill_tree  # not before: it would be part of every cold start
 
     kill_tree(os.getpid())
     os._exit(1)
 
 
-def _read(connection: socket.socket) -> bytes:
-    (size,) = HEADER.unpack(_exactly(connection, HEADER.size))
-    return _exactly(connection, size)
+class _Requests:
+    """The frames that arrive, read ahead."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._read = bytearray()
+
+    def has_next(self) -> bool:
+        """Whether the next frame is here."""
+        return len(self._read) >= HEADER.size and len(self._read) >= self._end()
+
+    def next(self) -> bytes:
+        """The next frame; the process ends with the stream."""
+        while not self.has_next():
+            if not (part := self._connection.recv(1 << 20)):
+                _end()
+            self._read += part
+        end = self._end()
+        frame = bytes(self._read[HEADER.size : end])
+        del self._read[:end]
+        return frame
+
+    def _end(self) -> int:
+        return HEADER.size + int(HEADER.unpack_from(self._read)[0])
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            _end()
-        parts += part
-    return bytes(parts)
-
-
-def _write(connection: socket.socket, body: bytes) -> None:
-    connection.sendall(HEADER.pack(len(body)) + body)
+def _write(connection: socket.socket, took_s: float, body: bytes) -> None:
+    connection.sendall(HEADER.pack(SECONDS.size + len(body)) + SECONDS.pack(took_s) + body)
 
 
 if __name__ == "__main__":

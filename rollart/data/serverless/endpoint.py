@@ -61,8 +61,12 @@ class Endpoint(Protocol):
 
     media: Media
     """How events and replies are encoded."""
-    concurrency: int
-    """Calls that may run there at once."""
+
+    @property
+    def concurrency(self) -> int:
+        """Calls that may be there at once."""
+        ...
+
     remote: bool
     """Whether it can be away: behind a network, on machines of somebody else."""
 

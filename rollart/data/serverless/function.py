@@ -66,8 +66,8 @@ class Function:
         self._fallback = fallback
         self._usage = Usage()
         self._breaker = Breaker(self.policy.breaker_failures, self.policy.breaker_s)
-        start = FIRST_LIMIT if endpoint.remote else endpoint.concurrency
-        self._gate = Gate(Limit(endpoint.concurrency, start))
+        self._limit = Limit(endpoint.concurrency, FIRST_LIMIT)
+        self._gate = Gate(lambda: self._limit.value if endpoint.remote else endpoint.concurrency)
         self._known: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
         self._open: _Batch | None = None
         self._last: EndpointError | None = None
@@ -278,7 +278,7 @@ class Function:
         busy = isinstance(error, EndpointBusy)
         self._usage.failed("refused" if busy else "endpoint")
         if busy:
-            self._gate.limit.refused()
+            self._limit.refused()
         if self._endpoint.remote:
             self._breaker.failed(asyncio.get_running_loop().time())
 
@@ -291,7 +291,7 @@ class Function:
         self._usage.cold_starts += answer.cold
         self._usage.answered(took_s)
         if self._endpoint.remote and not answer.cold:
-            self._gate.limit.observe(took_s, self._gate.in_use)
+            self._limit.observe(took_s, self._gate.in_use)
 
     async def _hedged(self, body: bytes, key: str) -> Answer:
         """One delivery; a second one with the same key when it takes longer than most. The first answer counts."""

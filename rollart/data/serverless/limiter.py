@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 
 TOLERANCE = 2.0
 """Rewards of one kind differ in length: only a latency beyond this factor is a sign of load."""
@@ -55,16 +56,16 @@ class Limit:
 
 
 class Gate:
-    """Lets calls through in order, as many at once as the limit says."""
+    """Lets calls through in order, as many at once as `limit` says."""
 
-    def __init__(self, limit: Limit) -> None:
-        self.limit = limit
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
         self.in_use = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
         """Wait for a place; `leave` gives it back."""
-        if self.in_use < self.limit.value and not self._waiting:
+        if self.in_use < self._limit() and not self._waiting:
             self.in_use += 1
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,7 +80,7 @@ class Gate:
     def leave(self) -> None:
         """A call is over; those who wait go on, if the limit has room."""
         self.in_use -= 1
-        while self._waiting and self.in_use < self.limit.value:
+        while self._waiting and self.in_use < self._limit():
             if not (future := self._waiting.popleft()).done():
                 self.in_use += 1
                 future.set_result(None)

@@ -1,9 +1,10 @@
 """`local://module:function`: an elastic pool of processes on this machine, from none to a limit and back to none.
 
 A call takes the process that ended its last call most recently, so that the others grow idle and end; without a free
-one a process is started, up to the limit; beyond it calls wait in order. Invariants: a process serves one call at a
-time; one that is dying or dead is never counted as capacity; a call that is cancelled or out of time ends its process
-and what that started; `close` leaves nothing behind. What this file leaves out: the inside of a process (`child.py`).
+one a process is started, up to the limit; beyond it calls wait in order. Calls that are so short that waking a process
+costs more than they do are given to a process several at a time; it serves them one by one.
+Invariants: one that is dying or dead is never counted as capacity; a call that had not begun when its process died
+goes to another; `close` leaves nothing behind. What this file leaves out: a process (`function_process.py`).
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import socket
-import struct
 import sys
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
-import psutil
 
-from rollart.data.serverless.endpoint import REPLY_BYTES, Answer, Capacity, EndpointOptions, Media
+from rollart.data.serverless.endpoint import Answer, Capacity, EndpointOptions, Media
+from rollart.data.serverless.function_process import FunctionProcess, NotBegun
 from rollart.errors import EndpointError, FunctionError, FunctionTimeout
 from rollart.resource.devices import detect
 
-HEADER = struct.Struct("!Q")
 START_TIMEOUT_S = 60.0
 """Python, and the imports of the function's module."""
+MOST_AT_ONCE = 16
+AT_ONCE_S = 0.005
+"""A process is given as many calls at once as take about so long, MOST_AT_ONCE at most, and always one."""
+SMOOTHING = 0.2
+"""Weight of a new call in the average of what calls take."""
 
 encode = msgspec.msgpack.encode
 
@@ -40,7 +41,7 @@ class LocalPool:
 
     def __init__(self, url: str, options: EndpointOptions) -> None:
         target = url.removeprefix("local://")
-        self.concurrency = options.max_concurrency or detect().num_cores
+        self.max_processes = options.max_concurrency or detect().num_cores
         self._first = encode(
             {
                 "target": target,
@@ -51,12 +52,22 @@ class LocalPool:
         )
         self._idle_s = options.idle_s
         self._target = target
-        self._free: deque[_Process] = deque()
-        self._waiting: deque[asyncio.Future[_Process]] = deque()
-        self._processes: set[_Process] = set()
+        self._free: deque[FunctionProcess] = deque()
+        self._waiting: deque[asyncio.Future[FunctionProcess]] = deque()
+        self._processes: set[FunctionProcess] = set()
         self._starting: set[asyncio.Task[None]] = set()
         self._ended_s = 0.0
+        self._run_s: float | None = None
         self._closed = False
+
+    @property
+    def concurrency(self) -> int:
+        """Calls that may be with the processes at once."""
+        return self.max_processes * self._at_once
+
+    @property
+    def _at_once(self) -> int:
+        return 1 if self._run_s is None else max(1, min(MOST_AT_ONCE, int(AT_ONCE_S / self._run_s)))
 
     def capacity(self) -> Capacity:
         """What is alive, and the seconds of all that ever was."""
@@ -65,23 +76,25 @@ class LocalPool:
         return Capacity(len(self._processes), self._ended_s + alive)
 
     async def invoke(self, body: bytes, key: str, timeout_s: float) -> Answer:  # noqa: ARG002 - delivered once anyway
-        """Run one call; the time limit begins when a process takes it."""
+        """Run one call; the time limit begins with its turn on a process."""
         loop = asyncio.get_running_loop()
-        asked = loop.time()
-        process = await self._take()
-        began, cold, healthy = loop.time(), not process.calls, False
-        process.calls += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                reply = await process.call(encode((timeout_s, msgspec.Raw(body))))
-            healthy = True
-        except TimeoutError:
-            raise FunctionTimeout(
-                f"{self._target} did not answer within {timeout_s:g} s; its process was ended"
-            ) from None
-        finally:
-            self._give_back(process, healthy)
-        return Answer(reply, cold, began - asked, run := loop.time() - began, run)
+        asked, request = loop.time(), encode((timeout_s, msgspec.Raw(body)))
+        while True:
+            process = await self._take()
+            cold, process.calls = not process.calls, process.calls + 1
+            try:
+                reply = await process.call(request, timeout_s)
+                break
+            except NotBegun:
+                continue
+            except TimeoutError:
+                raise FunctionTimeout(
+                    f"{self._target} did not answer within {timeout_s:g} s; its process was ended"
+                ) from None
+            finally:
+                self._give_back(process)
+        self._run_s = reply.run_s if self._run_s is None else self._run_s + SMOOTHING * (reply.run_s - self._run_s)
+        return Answer(reply.body, cold, reply.began - asked, reply.run_s, reply.run_s)
 
     async def close(self) -> None:
         """End all processes; calls that wait fail."""
@@ -97,40 +110,43 @@ class LocalPool:
             await asyncio.wait([*self._starting, *(process.death for process in self._processes)])
 
     # ---------------------------------------------------------------------------------------------------- who is free
-    async def _take(self) -> _Process:
+    async def _take(self) -> FunctionProcess:
         if self._closed:
             raise EndpointError(f"{self._target}: its pool was closed")
         while self._free:
             process = self._free.pop()
             process.rest()
             if process.alive:
+                process.load += 1
                 return process
-        future: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[FunctionProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._grow()
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._give_back(future.result(), healthy=True)  # handed over in the same moment
+                self._give_back(future.result())  # handed over in the same moment
             raise
 
-    def _give_back(self, process: _Process, healthy: bool) -> None:
-        if not healthy:
-            process.kill()
-        elif process.alive and not self._closed:
+    def _give_back(self, process: FunctionProcess) -> None:
+        process.load -= 1
+        if process.alive and not self._closed and process.load <= self._at_once // 2:
             self._offer(process)
         self._grow()
 
-    def _offer(self, process: _Process) -> None:
-        while self._waiting:
+    def _offer(self, process: FunctionProcess) -> None:
+        """Give it its share of the calls that wait, or none and it is free."""
+        share = min(self._at_once, -(-len(self._waiting) // self.max_processes))
+        while self._waiting and process.load < max(1, share):
             if not (future := self._waiting.popleft()).done():
+                process.load += 1
                 future.set_result(process)
-                return
-        self._free.append(process)
-        process.tire(self._idle_s, self._retire)
+        if not process.load:
+            self._free.append(process)
+            process.tire(self._idle_s, self._retire)
 
-    def _retire(self, process: _Process) -> None:
+    def _retire(self, process: FunctionProcess) -> None:
         """Nobody needed it for a while."""
         with contextlib.suppress(ValueError):  # it was taken in the same moment
             self._free.remove(process)
@@ -139,7 +155,7 @@ class LocalPool:
     def _grow(self) -> None:
         """Start processes for those who wait, up to the limit."""
         alive = sum(process.alive for process in self._processes)
-        room = self.concurrency - alive - len(self._starting)
+        room = self.max_processes - alive - len(self._starting)
         if self._closed or room <= 0:
             return  # before counting who waits, as a burst may be long
         waiting = sum(not future.done() for future in self._waiting)
@@ -149,12 +165,11 @@ class LocalPool:
             task.add_done_callback(self._starting.discard)
 
     async def _start(self) -> None:
-        process: _Process | None = None
+        process: FunctionProcess | None = None
         try:
-            process = await _Process.launch(self._died)
+            process = await FunctionProcess.launch(self._died)
             self._processes.add(process)
-            async with asyncio.timeout(START_TIMEOUT_S):
-                fault = await process.call(self._first)
+            fault = (await process.call(self._first, START_TIMEOUT_S)).body
             if fault:
                 raise FunctionError(f"{self._target} cannot be loaded: {fault.decode()}")
         except (EndpointError, FunctionError, OSError, TimeoutError) as error:
@@ -177,127 +192,9 @@ class LocalPool:
                 future.set_exception(error)
                 return
 
-    def _died(self, process: _Process) -> None:
+    def _died(self, process: FunctionProcess) -> None:
         self._processes.discard(process)
         self._ended_s += asyncio.get_running_loop().time() - process.born
         if process in self._free:
             self._free.remove(process)
         self._grow()
-
-
-class _Process:
-    """One process: alive until it is killed here or seen to be dead."""
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        lifeline: int,
-    ) -> None:
-        self.calls = 0
-        self.alive = True
-        self.born = asyncio.get_running_loop().time()
-        self.death: asyncio.Task[None]
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._lifeline = lifeline
-        self._tired: asyncio.TimerHandle | None = None
-
-    @classmethod
-    async def launch(cls, died: Callable[[_Process], None]) -> _Process:
-        """Start the process. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        their_lifeline, lifeline = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "rollart.data.serverless.child", str(theirs.fileno()), str(their_lifeline)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), their_lifeline],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path_of_this_package()},
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(lifeline)
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(their_lifeline)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        made = cls(process, reader, writer, lifeline)
-        made.death = asyncio.create_task(made._watch(died), name=f"function process {process.pid}")
-        return made
-
-    async def call(self, request: bytes) -> bytes:
-        """One frame there, one back. Raises EndpointError when the process dies under it."""
-        try:
-            self._writer.write(HEADER.pack(len(request)) + request)
-            await self._writer.drain()
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            if size > REPLY_BYTES:
-                raise FunctionError(f"a reply of {size:,} bytes is not read; the limit is {REPLY_BYTES:,}")
-            return await self._reader.readexactly(size)
-        except (OSError, asyncio.IncompleteReadError):
-            self.kill()
-            raise EndpointError(
-                f"its process {self._process.pid} ended under the call ({await self._last_words()})"
-            ) from None
-
-    def tire(self, idle_s: float, then: Callable[[_Process], None]) -> None:
-        """From now on it does nothing."""
-        self._tired = asyncio.get_running_loop().call_later(idle_s, then, self)
-
-    def rest(self) -> None:
-        """It works again."""
-        if self._tired is not None:
-            self._tired.cancel()
-
-    def kill(self) -> None:
-        """End it with all that it started. No capacity any more, from this moment on."""
-        if self.alive:
-            self._over()
-            kill_tree(self._process.pid)
-
-    def _over(self) -> None:
-        self.alive = False
-        self.rest()
-
-    async def _watch(self, died: Callable[[_Process], None]) -> None:
-        await self._process.wait()
-        self._over()
-        kill_group(self._process.pid)  # what it started may live on; its own number may be another's by now
-        os.close(self._lifeline)
-        self._writer.close()
-        died(self)
-
-    async def _last_words(self) -> str:
-        code = await self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
-def kill_tree(pid: int) -> None:
-    """End a process' group and all its descendants, whatever session they have made for themselves.
-
-    It is a subreaper (`child.py`), so what lost its parent is among them.
-    """
-    with contextlib.suppress(psutil.Error):
-        for descendant in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                descendant.kill()
-    kill_group(pid)
-
-
-def kill_group(pid: int) -> None:
-    """End what is left of a process' group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _path_of_this_package() -> str:
-    import rollart
-
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(rollart.__file__)))
-    theirs = os.environ.get("PYTHONPATH")
-    return f"{ours}{os.pathsep}{theirs}" if theirs else ours

@@ -84,8 +84,8 @@ async def _serve(settings: Settings, token: str, listener: socket.socket) -> int
     try:
         await _load(pool, settings)
         limits = Limits(
-            max_concurrency=pool.concurrency,
-            max_queue=pool.concurrency * QUEUE_PER_PLACE,
+            max_concurrency=pool.max_processes,
+            max_queue=pool.max_processes * QUEUE_PER_PLACE,
             timeout_s=settings.timeout_s,
             max_body_bytes=settings.max_body_bytes,
         )

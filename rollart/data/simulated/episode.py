@@ -8,11 +8,12 @@ What this file leaves out: limits on turns and tokens, which the control plane a
 
 from __future__ import annotations
 
+import math
 import random
 
 from msgspec import Struct
 
-from rollart.data.simulated.profile import Spread, TaskProfile
+from rollart.data.simulated.profile import NORMAL, SMALLEST, Spread, TaskProfile
 
 
 class Episode(Struct):
@@ -54,11 +55,21 @@ def has_equal_rewards(profile: TaskProfile, seed: int) -> bool:
 
 
 def _num_turns(profile: TaskProfile, seed: int, rng: random.Random) -> int:
-    turns = profile.turns.draw(rng)
+    share = rng.random()
+    if profile.turns_shared:
+        share = _correlated(share, random.Random(f"turns of {seed}").random(), profile.turns_shared)
+    turns = profile.turns.at(share)
     if profile.difficulty_sigma:
         factor = Spread(1.0, "lognormal", profile.difficulty_sigma)
         turns = profile.turns.within(turns * factor.draw(random.Random(f"difficulty of {seed}")))
     return int(turns + 0.5) or 1
+
+
+def _correlated(own: float, shared: float, correlation: float) -> float:
+    """A share that has `correlation` with the others drawn with `shared` (a one-factor Gaussian copula)."""
+    normal = NORMAL.inv_cdf
+    mixed = math.sqrt(correlation) * normal(shared or SMALLEST) + math.sqrt(1 - correlation) * normal(own or SMALLEST)
+    return NORMAL.cdf(mixed)
 
 
 def _tokens(spread: Spread, rng: random.Random, count: int) -> list[int]:

@@ -1,19 +1,20 @@
 """Distributions of what was measured. PURE.
 
-Invariant: what is fitted has the mean of the sample, also after its bounds; where all values are equal it is constant.
-What this file leaves out: other shapes than the lognormal, which suits waiting times and lengths with a long tail, and
-whatever ties two quantities of one trajectory together.
+Invariant: what is fitted has the mean of the sample; where all values are equal it is constant. Waiting times are taken
+for lognormal, as a sample knows little of its tail; lengths, which have limits, come as they were.
+What this file leaves out: whatever ties two quantities of one trajectory together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean, stdev
+from itertools import accumulate
+from statistics import fmean, stdev
 
 from rollart.data.simulated.profile import NOTHING, Spread
 
-NORMAL = NormalDist()
+MOST_VALUES = 64
 NIL = 1e-3
 """A standard deviation below this share of the mean is none."""
 
@@ -21,8 +22,7 @@ NIL = 1e-3
 def fitted(values: Sequence[float], bounded: bool = False) -> Spread:
     """A lognormal with the mean and the variance of `values`; a constant where they do not differ; nothing of nothing.
 
-    bounded: keep within the smallest and the largest value, as for lengths, whose limits the sample has met; the mean
-    is then moved so that draws keep that of the sample.
+    bounded: as for lengths, whose limits the sample has met: at most MOST_VALUES that stand for equal parts of it.
     """
     if not values:
         return NOTHING
@@ -30,11 +30,23 @@ def fitted(values: Sequence[float], bounded: bool = False) -> Spread:
     deviation = stdev(values) if len(values) > 1 else 0.0
     if deviation <= NIL * mean:
         return Spread(rounded(mean))
+    if bounded:
+        return Spread(rounded(mean), "recorded", values=tuple(map(rounded, _parts(sorted(values)))))
     sigma = math.sqrt(math.log1p((deviation / mean) ** 2))
-    if not bounded:
-        return Spread(rounded(mean), "lognormal", rounded(sigma))
-    low, high = min(values), max(values)
-    return Spread(rounded(_moved(mean, sigma, low, high)), "lognormal", rounded(sigma), low, high)
+    return Spread(rounded(mean), "lognormal", rounded(sigma))
+
+
+def _parts(ordered: Sequence[float]) -> list[float]:
+    """The means of equal parts of a sorted sample; where a part ends within a value, it has so much of it."""
+    count = min(MOST_VALUES, len(ordered))
+    until = [0.0, *accumulate(ordered)]
+
+    def total(place: float) -> float:
+        whole = min(int(place), len(ordered) - 1)
+        return until[whole] + (place - whole) * ordered[whole]
+
+    size = len(ordered) / count
+    return [(total((part + 1) * size) - total(part * size)) / size for part in range(count)]
 
 
 def shared_part(groups: Mapping[str, Sequence[float]]) -> float:
@@ -56,28 +68,3 @@ def shared_part(groups: Mapping[str, Sequence[float]]) -> float:
 def rounded(value: float) -> float:
     """Four significant digits, which is more than any sample knows."""
     return float(f"{value:.4g}")
-
-
-def _moved(mean: float, sigma: float, low: float, high: float) -> float:
-    """The mean of the lognormal that has `mean` between its bounds, by bisection: the latter grows with the former."""
-    below, above = mean / 1e3, mean * 1e3
-    for _ in range(60):
-        middle = math.sqrt(below * above)
-        if _bounded_mean(middle, sigma, low, high) < mean:
-            below = middle
-        else:
-            above = middle
-    return middle
-
-
-def _bounded_mean(mean: float, sigma: float, low: float, high: float) -> float:
-    """Of a lognormal whose values below `low` and above `high` are moved there (partial expectations)."""
-    centre = math.log(mean) - sigma * sigma / 2
-    first = (math.log(low) - centre) / sigma if low > 0 else -math.inf
-    last = (math.log(high) - centre) / sigma
-    inside = mean * (_below(last - sigma) - _below(first - sigma))
-    return low * _below(first) + inside + high * (1 - _below(last))
-
-
-def _below(deviations: float) -> float:
-    return NORMAL.cdf(deviations)

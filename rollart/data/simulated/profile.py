@@ -34,7 +34,7 @@ SMALLEST = 2.0**-53
 """Of the shares that a random number can be, the smallest above 0: the ends of a distribution are infinite."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-Tail = Literal["constant", "lognormal", "gaussian", "uniform", "geometric"]
+Tail = Literal["constant", "lognormal", "gaussian", "uniform", "geometric", "recorded"]
 
 
 class Spread(Section, frozen=True):
@@ -42,6 +42,7 @@ class Spread(Section, frozen=True):
 
     sigma: lognormal: of the logarithm; gaussian: standard deviation; uniform: half the width.
     geometric: whole numbers from 1 on, as of trials up to the first success.
+    recorded: one of `values`, each as likely as the others; they are in order.
     """
 
     mean: NonNegative
@@ -49,6 +50,7 @@ class Spread(Section, frozen=True):
     sigma: NonNegative = 0.0
     low: NonNegative = 0.0
     high: NonNegative | None = None
+    values: tuple[NonNegative, ...] = ()
 
     def draw(self, rng: random.Random) -> float:
         """One value. It takes exactly one random number, whatever the tail."""
@@ -76,6 +78,8 @@ class Spread(Section, frozen=True):
         if self.tail == "geometric" and mean > 1:
             per_trial = math.log1p(-1 / mean)
             return lambda share: 1 + math.floor(math.log1p(-share) / per_trial)
+        if self.tail == "recorded":
+            return lambda share: self.values[int(share * len(self.values))]
         return lambda _: mean
 
     def within(self, value: float) -> float:
@@ -100,6 +104,8 @@ class TaskProfile(Section, frozen=True, kw_only=True):
     """Generated in one turn."""
     difficulty_sigma: NonNegative = 0.0
     """Of the logarithm of a factor on `turns` that all members of a group share."""
+    turns_shared: Share = 0.0
+    """Correlation of `turns` among the members of a group, as of a Gaussian copula; 1: all have the same."""
     equal_rewards: Share = 0.0
     """Share of groups whose members all get the same reward, so that `rollout.zero_variance` may replace them."""
     reset_s: Spread = NOTHING
@@ -241,7 +247,11 @@ def _check_spread(path: str, spread: Spread) -> None:
         raise ConfigError(f"{path}.high: {spread.high:g} is below low, {spread.low:g}")
     if spread.tail == "geometric" and spread.mean < 1:
         raise ConfigError(f"{path}.mean: {spread.mean:g} is below 1, where a geometric tail begins")
-    if spread.sigma and spread.tail in ("constant", "geometric"):
+    if (spread.tail == "recorded") != bool(spread.values):
+        raise ConfigError(f"{path}.values: go with tail = 'recorded', and it with them")
+    if list(spread.values) != sorted(spread.values):
+        raise ConfigError(f"{path}.values: not in order, from the smallest to the largest")
+    if spread.sigma and spread.tail in ("constant", "geometric", "recorded"):
         raise ConfigError(f"{path}.sigma: means nothing with tail {spread.tail!r}; add tail = 'lognormal' or leave it")
 
 

@@ -221,7 +221,7 @@ def test_the_limit_grows_while_latency_is_flat_shrinks_when_it_rises_and_recover
 
 def test_the_gate_lets_calls_through_in_order_and_a_cancelled_one_takes_no_place():
     async def main():
-        gate, order = Gate(Limit(1, 1)), []
+        gate, order = Gate(lambda: 1), []
 
         async def go(number):
             await gate.enter()

@@ -140,6 +140,72 @@ def test_a_cancelled_call_ends_its_process_and_its_place_is_free():
     run("slow", work, max_concurrency=1)
 
 
+async def warmed(pool, function, path):
+    """After it short calls are given several at a time."""
+    async with asyncio.timeout(10):
+        while pool.concurrency <= 8 * pool.max_processes:
+            await function.call(str(path), -1)
+    path.write_text("")
+
+
+def begun(path):
+    return [int(line) for line in path.read_text().split()]
+
+
+def test_of_a_burst_of_short_calls_those_behind_one_that_kills_its_process_go_to_another_and_begin_once(tmp_path):
+    path = tmp_path / "begun"
+
+    async def work(pool, function):
+        await warmed(pool, function, path)
+        calls = [function.call(str(path), number, "die" if number % 25 == 10 else "") for number in range(100)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [number for number, result in enumerate(results) if result != number] == [10, 35, 60, 85]
+        assert all(isinstance(results[number], EndpointError) for number in (10, 35, 60, 85))
+        assert sorted(begun(path)) == sorted([*range(100), 10, 35, 60, 85]), "two tries of what killed, one of others"
+
+    run("mixed", work, policy=CallPolicy(timeout_s=20, max_attempts=2, backoff_s=0.01), max_concurrency=2)
+
+
+def test_of_a_burst_of_short_calls_one_that_hangs_costs_the_others_nothing_but_time(tmp_path):
+    path = tmp_path / "begun"
+
+    async def work(pool, function):
+        await warmed(pool, function, path)
+        calls = [function.call(str(path), number, "hang" if number == 7 else "") for number in range(40)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [number for number, result in enumerate(results) if result != number] == [7]
+        assert isinstance(results[7], FunctionTimeout)
+        assert sorted(begun(path)) == list(range(40))
+
+    run("mixed", work, policy=CallPolicy(timeout_s=1), max_concurrency=1)
+
+
+def test_a_call_cancelled_before_its_turn_costs_nobody_and_one_cancelled_in_its_turn_its_process_alone(tmp_path):
+    path = tmp_path / "begun"
+
+    async def work(pool, function):
+        await warmed(pool, function, path)
+        does = {4: "hang"}
+        calls = [asyncio.create_task(function.call(str(path), number, does.get(number, ""))) for number in range(12)]
+        await until(lambda: 4 in begun(path))
+        for number in (7, 9, 4):
+            calls[number].cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        cancelled = [number for number, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+        assert cancelled == [4, 7, 9]
+        assert [result for result in results if isinstance(result, int)] == [0, 1, 2, 3, 5, 6, 8, 10, 11]
+
+    run("mixed", work, max_concurrency=1)
+
+
+def test_slow_calls_have_a_process_each():
+    async def work(pool, function):
+        await asyncio.gather(*(function.call(0.03) for _ in range(4)))
+        assert pool.concurrency == pool.max_processes == 2
+
+    run("slow", work, max_concurrency=2)
+
+
 def test_a_module_that_cannot_be_loaded_fails_the_call_and_not_the_pool():
     async def main():
         pool = LocalPool("local://tests.data.serverless.nothing_here:f", EndpointOptions())
@@ -209,7 +275,7 @@ def is_alive(pid):
 
 def test_a_reply_that_would_fill_the_memory_is_not_read():
     async def work(pool, function):
-        with pytest.raises(FunctionError, match=r"it: a reply of .* bytes is not read; the limit is 67,108,864"):
+        with pytest.raises(FunctionError, match=r"reply is not read: .* is beyond the limit of 67,108,864"):
             await function.call(80)
         assert len(await function.call(1)) == 1 << 20
 

@@ -30,6 +30,17 @@ def mark(path, seconds=0.0):
     return 1.0
 
 
+def mixed(path, number, does=""):
+    """Leaves its number once it begins; then is quick, unless told to hang or to kill its process."""
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    if does == "hang":
+        time.sleep(600)
+    if does == "die":
+        os.kill(os.getpid(), 9)
+    return number
+
+
 def raising(text="no such thing"):
     raise KeyError(text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 
 import pytest
 
@@ -83,6 +83,16 @@ def test_a_group_shares_its_difficulty_and_members_differ_besides() -> None:
     within = fmean(stdev(group) for group in groups)
     between = stdev(fmean(group) for group in groups)
     assert between > 4 * within > 0
+
+
+def test_members_of_a_group_have_turns_as_alike_as_the_profile_says() -> None:
+    for shared in (0.0, 0.5, 1.0):
+        turns = Spread(5.5, "recorded", values=tuple(range(1, 11)))
+        like = profile(turns=turns, turns_shared=shared)
+        groups = [[len(draw_episode(like, seed, f"m{n}").responses) for n in range(2)] for seed in range(1500)]
+        members = [turns for group in groups for turns in group]
+        assert [members.count(turns) / 3000 for turns in range(1, 11)] == pytest.approx([0.1] * 10, abs=0.03)
+        assert correlation(*zip(*groups, strict=True)) == pytest.approx(shared, abs=0.1)
 
 
 def test_difficulty_keeps_turns_within_their_bounds() -> None:

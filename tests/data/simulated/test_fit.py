@@ -31,15 +31,24 @@ def test_of_nothing_comes_nothing() -> None:
     assert fitted([]) == fitted([0.0, 0.0]) == Spread(0.0)
 
 
-LENGTHS = st.lists(st.integers(1, 200), min_size=2, max_size=60).filter(lambda values: len(set(values)) > 1)
+LENGTHS = st.lists(st.integers(1, 200), min_size=2, max_size=300).filter(lambda values: len(set(values)) > 1)
 
 
 @given(LENGTHS)
 def test_a_bounded_fit_draws_what_the_sample_had_in_the_mean_and_nothing_beyond_it(values: list[int]) -> None:
     spread = fitted(values, bounded=True)
-    drawn = [spread.at((n + 0.5) / 2000) for n in range(2000)]
+    assert len(spread.values) == min(len(values), 64)
+    drawn = [spread.at((n + 0.5) / len(spread.values)) for n in range(len(spread.values))]
     assert min(values) <= min(drawn) <= max(drawn) <= max(values)
-    assert fmean(drawn) == pytest.approx(fmean(values), rel=0.01)
+    assert fmean(drawn) == pytest.approx(fmean(values), rel=0.001)
+
+
+def test_turns_up_to_a_limit_keep_the_heap_at_the_limit() -> None:
+    rng = random.Random("turns")
+    values = [min(6, int(Spread(3.0, "geometric").draw(rng))) for _ in range(4000)]
+    drawn = [round(value) for value in fitted(values, bounded=True).draws(rng, 4000)]
+    for turns in range(1, 7):
+        assert drawn.count(turns) / 4000 == pytest.approx(values.count(turns) / 4000, abs=0.03)
 
 
 def test_what_groups_share_is_told_from_what_members_do_not() -> None:

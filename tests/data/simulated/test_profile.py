@@ -70,6 +70,7 @@ def complaint(text: str) -> str:
         (Spread(10.0, "uniform", 6.0), 10.0, 6.0 / math.sqrt(3)),
         (Spread(4.0, "geometric"), 4.0, math.sqrt(12.0)),
         (Spread(1.0, "geometric"), 1.0, 0.0),
+        (Spread(4.0, "recorded", values=(1.0, 2.0, 3.0, 10.0)), 4.0, math.sqrt(12.5)),
     ],
 )
 def test_draws_have_the_mean_and_the_deviation_of_their_tail(spread: Spread, mean: float, deviation: float) -> None:
@@ -135,6 +136,17 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
         ("mean = 4, ", "mean = 0.5, ", "tasks.maze.turns.mean: 0.5 is below 1, where a geometric tail begins"),
         ("high = 9", "high = 1, low = 2", "tasks.maze.turns.high: 1 is below low, 2"),
         ("{ mean = 100 }", "{ mean = 100, sigma = 1 }", "tasks.maze.prompt_tokens.sigma: means nothing with tail"),
+        (
+            "{ mean = 100 }",
+            "{ mean = 100, values = [1] }",
+            "tasks.maze.prompt_tokens.values: go with tail = 'recorded'",
+        ),
+        ("{ mean = 100 }", "{ mean = 100, tail = 'recorded' }", "tasks.maze.prompt_tokens.values: go with tail"),
+        (
+            "{ mean = 100 }",
+            "{ mean = 1, tail = 'recorded', values = [2, 1] }",
+            "tasks.maze.prompt_tokens.values: not in order",
+        ),
         ("[tasks.maze]", "[tasks.maze]\nreset_failure_rate = 2", "tasks.maze.reset_failure_rate: 2 is out of range"),
         ("pull = ", "poll = ", "links.poll: not a link; did you mean 'pull'?"),
         ("pull = { latency_s = 0, bytes_per_s = 1e9 }", "", "links.pull: missing; add a table [links.pull]"),
@@ -170,7 +182,9 @@ TASKS = st.builds(
     TaskProfile,
     turns=st.builds(Spread, mean=st.floats(1, 50), tail=st.just("lognormal"), sigma=st.floats(0, 2)),
     prompt_tokens=st.builds(Spread, mean=st.floats(0, 1e5), high=st.none() | st.floats(0, 1e6)),
-    response_tokens=st.builds(Spread, mean=st.floats(1, 1e5)),
+    response_tokens=st.builds(
+        lambda values: Spread(1.0, "recorded", values=tuple(sorted(values))), st.lists(st.floats(1, 1e5), min_size=1)
+    ),
     reset_failure_rate=st.floats(0, 1),
     reasons=st.dictionaries(NAMES, st.text(st.characters(exclude_categories=["Cs"]))),
 )
