@@ -7,7 +7,6 @@ order), weights to 2e-4 after three steps of 1e-2.
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -24,10 +23,6 @@ from tests.data.trainers.tiny import save_model
 from tests.e2e.laboratory import REPOSITORY, Laboratory, check_audit, summary
 from tests.production.cpu_for_gpu import IN_PATH, TARGET
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: make test-production"),
-    pytest.mark.timeout(400),  # several processes on a busy machine
-]
 OPTIONS = TrainConfig(
     learning_rate=1e-2, lr_warmup_steps=0, micro_batch_tokens=16, weight_decay=0.1, collective_timeout_s=60
 )
