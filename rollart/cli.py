@@ -53,10 +53,14 @@ class Parts:
         return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config, with rewards that can be called and a trainer and places that are there. Raises ConfigError."""
+        """The tasks of a config; that what it names is there: rewards, files, a trainer that holds the model.
+
+        Raises ConfigError.
+        """
         from rollart.data.places import check_places
         from rollart.data.serverless.registry import check_urls
         from rollart.data.trainers import check_installed
+        from rollart.data.trainers.fit import check_fits
         from rollart.exporter import parse
         from rollart.tasks import registry
 
@@ -64,6 +68,7 @@ class Parts:
         found = registry.specs(config)
         check_urls(config)
         check_installed(config)
+        check_fits(config)
         if config.log.prometheus:
             parse(config.log.prometheus)
         return found

@@ -417,7 +417,8 @@ def _check_ranks(config: Config) -> None:
     if parts.ranks % share:
         raise ConfigError(
             f"roles.actor_train.workers: {parts.ranks} do not divide into groups of {share} that hold the model "
-            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}"
+            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}, such as "
+            f"{max(1, round(parts.ranks / share)) * share}"
         )
     if parts.ranks > 1 and config.runtime == "inline":
         raise ConfigError("runtime: 'inline' is one process, but the trainer is several; take runtime = 'local'")
@@ -429,8 +430,10 @@ def _check_ranks(config: Config) -> None:
         )
     holding = parts.ranks // parts.pipeline
     if holding % parts.expert:
+        near = min((n for n in range(1, holding + 1) if holding % n == 0), key=lambda n: abs(n - parts.expert))
         raise ConfigError(
-            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal layers"
+            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal "
+            f"layers; take {near}"
         )
 
 

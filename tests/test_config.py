@@ -301,6 +301,7 @@ def test_a_serverless_table_belongs_to_a_task_or_to_all():
 
 
 FSDP = ("trainer=fsdp2", "roles.actor_train.workers=4")
+MEGATRON = ("trainer=megatron", "roles.actor_train.workers=8")
 BFLOAT16 = ("train.precision=bfloat16", "train.canary_tolerance=0.1")
 
 
@@ -312,9 +313,9 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
     assert shown(*FSDP) == "4 ranks = 4 data"
     assert shown("trainer=fsdp2", "roles.actor_train.workers={ H800 = 2, H20 = 2 }") == "4 ranks = 4 data"
     assert shown(*FSDP, "train.tensor_parallel=2") == "4 ranks = 2 data x 2 tensor"
-    megatron = ("trainer=megatron", "roles.actor_train.workers=8", "train.megatron={ pipeline_parallel = 2 }")
-    assert shown(*megatron, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
-    assert shown(*megatron[:2], "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
+    stages = "train.megatron={ pipeline_parallel = 2 }"
+    assert shown(*MEGATRON, stages, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
+    assert shown(*MEGATRON, "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,12 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
         ((*FSDP, "train.megatron.pipeline_parallel=2"), "train.megatron: trainer 'fsdp2' does not look at it; take"),
         (
             ("trainer=megatron", "roles.actor_train.workers=4", "train.megatron.expert_parallel=3"),
-            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers",
+            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers; take 2",
+        ),
+        (
+            (*MEGATRON, "train.megatron={ pipeline_parallel = 2, context_parallel = 3 }"),
+            "roles.actor_train.workers: 8 do not divide into groups of 6 that hold the model together "
+            "(train.tensor_parallel, train.megatron); take a multiple of 6, such as 6",
         ),
         ((*FSDP, "train.tensor_parallel=2", "train.lora.r=4"), "train.lora: not together with train.tensor_parallel"),
         (("train.lora.r=4", "train.lora.targets=[]"), "train.lora.targets: no layer is adapted; name some, such as"),

@@ -19,7 +19,7 @@ from tests.data.tiny_models import TinyModel, make_tiny_models
 
 pytest.register_assert_rewrite("tests.data.engine_contract")
 
-NEEDS = {"test_vllm": "vllm", "test_lora": "peft"}
+NEEDS = {"test_vllm": "vllm", "test_lora": "peft", "test_megatron": "megatron"}
 """Beginning of a file's name -> the package that its tests need."""
 HERE = Path(__file__).parent
 SMALL = {"kv_cache_memory_bytes": 8 << 20, "block_size": 32}

@@ -67,9 +67,10 @@ class Watch:
 
 
 class RankGroup:
-    """Some processes, and the loop that talks to them. `weights`: where trainers publish."""
+    """Some processes, and the loop that talks to them. `weights`: where trainers publish; `target`: what they host."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: str = TARGET) -> None:
+        self._target = target
         self.weights = folder / "weights"
         self._runner = asyncio.Runner()
         self._runtime = LocalRuntime(folder / "logs")
@@ -90,7 +91,7 @@ class RankGroup:
     async def _grow(self, number: int) -> None:
         self.workers = [worker for worker in self.workers if worker.process.returncode is None]
         missing = range(len(self.workers), number)
-        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", TARGET, {}) for _ in missing]
+        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", self._target, {}) for _ in missing]
         self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]
 
     async def _form(self, ranks: Sequence[ProcessWorker], name: str, folder: str, options: dict[str, Any]) -> None:
