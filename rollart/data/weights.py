@@ -113,10 +113,11 @@ class BucketStore:
             key = f"bucket-{len(buckets):04d}.safetensors"
             if self._delta < 2:
                 buckets.append(self._write_bucket(version, key, group))
-                continue
-            whole = memoryview(bytearray().join(parts_of(group)))
-            buckets.append(self._write_change(version, key, group, whole, _taken(base, len(held))))
-            held.append(whole)
+            else:
+                whole = memoryview(bytearray().join(parts_of(group)))
+                buckets.append(self._write_change(version, key, group, whole, _taken(base, len(held))))
+                held.append(whole)
+            del group  # before the next one is gathered
         if self._delta > 1:
             self._written = version, held
         return WeightManifest(

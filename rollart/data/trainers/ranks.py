@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -78,7 +78,7 @@ class Ranks:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        limit = datetime.timedelta(seconds=timeout_s)
+        self._limit = limit = datetime.timedelta(seconds=timeout_s)
         self._set_interface(host)
         with collective(f"rank {rank} joins {size - 1} others"):
             store = listening.store if listening else TCPStore(*place, size, False, limit)
@@ -110,6 +110,13 @@ class Ranks:
         self._chose_interface = bool(found) and GLOO_INTERFACE not in os.environ
         if self._chose_interface:
             os.environ[GLOO_INTERFACE] = found[0]
+
+    def part(self, parts: Sequence[list[int]]) -> dist.ProcessGroup:
+        """Of disjoint parts of the ranks, the group of this rank's, which waits no longer than all of them do."""
+        if len(parts) == 1:
+            return dist.distributed_c10d._get_default_group()
+        groups = [dist.new_group(part, timeout=self._limit) for part in parts]  # every rank makes every group
+        return next(group for part, group in zip(parts, groups, strict=True) if self.rank in part)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank; of one shape and dtype everywhere."""

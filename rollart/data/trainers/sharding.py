@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -61,8 +61,9 @@ class Scoring(nn.Module):
 
 def mesh_of(ranks: Ranks, tensor_parallel: int) -> DeviceMesh:
     """Ranks as a table: data parallel down, tensor parallel across, whose ranks are neighbours."""
-    shape = (ranks.size // tensor_parallel, tensor_parallel)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
+    table = torch.arange(ranks.size).view(-1, tensor_parallel)
+    groups = [ranks.part(table.T.tolist()), ranks.part(table.tolist())]
+    return DeviceMesh.from_group(groups, ranks.device.type, mesh=table, mesh_dim_names=("data", "tensor"))
 
 
 def shard(folder: str, options: TrainConfig, ranks: Ranks, mesh: DeviceMesh, seed: int) -> Sharded:

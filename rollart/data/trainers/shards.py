@@ -79,6 +79,7 @@ def write_model(folder: Path, config: Any, weights: Iterator[tuple[str, Tensor]]
         safetensors.torch.save_file(batch, files[-1], metadata={"format": "pt"})
         places |= dict.fromkeys(batch, len(files) - 1)
         total += sum(tensor.nbytes for tensor in batch.values())
+        del batch  # before the next one is gathered
     if len(files) == 1:
         files[0].rename(folder / "model.safetensors")
         return

@@ -9,11 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rollart.data import roles
 from rollart.data.runtime import LocalRuntime, ProcessWorker
 from rollart.data.train_rank import TrainRank
+from rollart.data.trainers.ranks import collective
+from rollart.data.trainers.sharding import mesh_of
 from rollart.data.training import RemoteTrainer, form_group
 from rollart.data.weights import FileWeightStore
 
@@ -47,6 +51,15 @@ class RankHost:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rank, name)
 
+    def wait_for_the_others(self, tensor_parallel: int) -> None:
+        """Take part in a collective of the ranks that split matrices, which the others may leave out."""
+        assert self.rank is not None
+        ranks = self.rank._ranks
+        mesh = mesh_of(ranks, tensor_parallel)
+        if ranks.is_first:
+            with collective("alone"):
+                dist.all_reduce(torch.zeros(1), group=mesh.get_group("tensor"))
+
 
 class Watch:
     """Counts what is alive of the tensors that pass."""
@@ -67,7 +80,10 @@ class Watch:
 
 
 class RankGroup:
-    """Some processes, and the loop that talks to them. `weights`: where trainers publish; `target`: what they host."""
+    """Some processes, and the loop that talks to them. `weights`: where trainers publish; `target`: what they host.
+
+    Each is the same rank of every trainer, as torch keeps plans of tensors by the names that groups have on a rank.
+    """
 
     def __init__(self, folder: Path, target: str = TARGET) -> None:
         self._target = target
@@ -89,10 +105,11 @@ class RankGroup:
         return Trained(self, ranks)
 
     async def _grow(self, number: int) -> None:
-        self.workers = [worker for worker in self.workers if worker.process.returncode is None]
-        missing = range(len(self.workers), number)
-        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", self._target, {}) for _ in missing]
-        self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]
+        alive = {rank: each for rank, each in enumerate(self.workers) if each.process.returncode is None}
+        missing = [rank for rank in range(max(number, len(self.workers))) if rank not in alive]
+        spawned = (self._runtime.spawn(f"rank-{rank}.{next(self._versions)}", self._target, {}) for rank in missing)
+        alive |= zip(missing, await asyncio.gather(*spawned), strict=True)  # type: ignore[arg-type]
+        self.workers = [alive[rank] for rank in sorted(alive)]
 
     async def _form(self, ranks: Sequence[ProcessWorker], name: str, folder: str, options: dict[str, Any]) -> None:
         for rank in ranks:

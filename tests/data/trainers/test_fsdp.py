@@ -298,6 +298,17 @@ def test_a_rank_that_hangs_ends_the_step_when_its_time_is_up(trainer_model, grou
 
 
 @pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_ranks_that_wait_within_a_part_of_all_ranks_wait_no_longer(trainer_model, group):
+    four = ranks(group, 4, trainer_model, tensor_parallel=2, collective_timeout_s=2)
+
+    async def wait():
+        await asyncio.gather(*(rank.call("wait_for_the_others", 2, returns=None) for rank in four.ranks))
+
+    with pytest.raises(RankError, match="alone: another rank is gone, or was silent"):
+        group.run(wait())
+
+
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
 def test_a_rank_that_dies_ends_the_step_with_its_name(trainer_model, group):
     two = ranks(group, 2, trainer_model)
     (each,) = batches(alone(trainer_model), 1)
