@@ -33,6 +33,8 @@ class Counting:
         return len(self.running)
 
     def add(self, request_id: str, tokens: list[int], sampling: Sampling, max_tokens: int, seed: int) -> None:
+        if 13 in sampling.stop_token_ids:
+            raise ValueError("13 brings bad luck")
         self.running[request_id] = tokens
         self.seeds.setdefault(request_id, []).append(seed)
 
@@ -183,6 +185,12 @@ def test_with_sleep_mode_the_memory_is_free_while_suspended(model: TinyModel, co
     engine.resume()
     assert finish(engine)["a"].versions == [0] + [1] * 7
     assert cores[0].log[1:6] == ["sleep", "wake weights", f"load {len(model.weights())}", "forget", "wake"]
+    engine.suspend()
+    engine.suspend()
+    engine.logprobs([1, 2])
+    engine.resume()
+    engine.resume()
+    assert cores[0].log[-5:] == ["sleep", "wake", f"step ['{cores[0].scored}']", "sleep", "wake"]
 
 
 def test_logprobs_are_scored_in_between_and_what_ends_meanwhile_is_not_lost(
@@ -223,6 +231,17 @@ def test_a_request_that_vllm_gives_up_or_makes_no_sense_of_fails(engine: VLLMEng
     engine.add(ask("c"))
     assert finish(engine)["c"].finish_reason == "length"
     assert cores[0].log.count("clean") == 1
+
+
+def test_a_request_that_vllm_refuses_fails_alone(engine: VLLMEngine) -> None:
+    engine.add(ask("a", 2))
+    engine.add(ask("b", stop_token_ids=(13,)))
+    results = finish(engine)
+    assert results["a"].finish_reason == "length"
+    assert (results["b"].finish_reason, results["b"].error) == (
+        "error",
+        "vLLM refuses the request: 13 brings bad luck",
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])

@@ -187,10 +187,10 @@ class VLLMEngine:
 
     def suspend(self) -> None:
         """No step advances until `resume`."""
-        self._suspended = True
-        if self._sleeps:
+        if self._sleeps and not self._suspended:
             self._park()
             self._core.sleep()
+        self._suspended = True
 
     def resume(self) -> None:
         """Let steps advance again."""
@@ -231,8 +231,18 @@ class VLLMEngine:
             raise GenerationError(f"logprobs of {len(tokens)} tokens: vLLM takes {self._longest - 1} at most here")
         if len(tokens) == 1:
             return []
-        if self._suspended:
-            self._park()
+        if not self._suspended:
+            return self._score(tokens)
+        self._park()
+        if not self._sleeps:
+            return self._score(tokens)
+        self._core.wake()
+        try:
+            return self._score(tokens)
+        finally:
+            self._core.sleep()
+
+    def _score(self, tokens: Sequence[int]) -> list[float]:
         self._clean()
         self._core.score(SCORED, list(tokens))
         try:
@@ -275,8 +285,11 @@ class VLLMEngine:
             seed = seed_of(self._seed, request.trajectory_id) + len(running.tokens)
             left = running.limit - len(running.tokens)
             self._seated[request.request_id] = running
-            self._core.add(request.request_id, list(running.tokens), request.sampling, left, seed)
             running.queue_s = running.queue_s or time.perf_counter() - running.added_s
+            try:
+                self._core.add(request.request_id, list(running.tokens), request.sampling, left, seed)
+            except Exception as error:  # it is refused, which is no other request's affair
+                self._end(running, "error", f"vLLM refuses the request: {error}")
 
     def _park(self) -> None:
         """Take all requests out of vLLM; they queue first, with the tokens that they have."""
