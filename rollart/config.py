@@ -46,6 +46,7 @@ ENGINE_KEYS = {
     "max_model_tokens": "rollout.max_model_tokens",
     "seed": "seed",
     "url": "engine_options.urls",
+    "hands_over": "[roles.prefill]",
     "device": "pools.NAME.device",
     "device_class": "pools.NAME.device_class",
     "tensor_parallel_size": "roles.actor_gen.devices",
