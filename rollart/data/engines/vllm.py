@@ -350,8 +350,9 @@ class VLLMEngine:
         return bool(news.ended) and self._end(running, "error", f"vLLM ended the request: {news.ended}")
 
     def _num_read(self, running: Running, news: News) -> int:
-        """Tokens that a step has computed of a request without drawing them, besides the last that was drawn."""
-        return 0 if running.computed else len(running.tokens) - news.cached - bool(running.versions)
+        """Tokens that a step has read of a request; one that lacked but the last that was drawn, it decoded."""
+        num_new = len(running.tokens) - news.cached
+        return 0 if running.computed or (num_new == 1 and running.versions) else num_new
 
     def _end(self, running: Running, reason: FinishReason, error: str = "") -> bool:
         del self._seated[running.request.request_id]
