@@ -10,7 +10,7 @@ repetitions.
 Models are random Qwen3s: `tiny`, 4 layers of width 128, and `135M`, with the shape of SmolLM2-135M (30 layers of width
 576, 9 heads of 64, 3 for keys and values, 49,152 words). Weights are float32: this shows what the loop and vLLM's CPU
 kernels cost, and nothing about GPUs. vLLM computes eagerly, in blocks of 32 tokens, without its prefix cache, which
-prompts that are all different could not use. All of it takes about ten minutes, with --quick two.
+prompts that are all different could not use. All of it takes five to ten minutes, with --quick one.
 
 Needs the environment of `make env-production`.
 """

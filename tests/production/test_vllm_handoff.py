@@ -30,6 +30,21 @@ def make_engine(cores: Cores) -> MakeEngine:
     return cores.engine
 
 
+def test_vllm_counts_all_that_arrived_as_hits_of_a_cache_outside(pair: Pair) -> None:
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    scheduler = pair.writer._core._llm.engine_core.engine_core.scheduler
+    scheduler.connector_prefix_cache_stats = counted = PrefixCacheStats()
+    try:
+        requests = [ask(str(i), prompt) for i, prompt in enumerate(prompts(5, longest=100))]
+        pair.run(*requests)
+    finally:
+        scheduler.connector_prefix_cache_stats = None
+    num_tokens = sum(len(request.prompt) for request in requests)
+    # What it asked for is that and the token that came with it, which it computes.
+    assert (counted.queries, counted.hits) == (num_tokens + 5, num_tokens)
+
+
 def test_blocks_that_are_gone_when_their_request_has_its_turn_are_read_again(pair: Pair) -> None:
     """What had arrived does not join on to what vLLM keeps any more."""
     history = prompts(1, shortest=70, longest=70)[0]

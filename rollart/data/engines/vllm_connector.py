@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from rollart.data.engines.vllm_seam import Parcel
 from rollart.errors import ConfigError
@@ -60,6 +61,8 @@ class Loads(KVConnectorMetadata):
 
 class Connector(KVConnectorBase_V1):
     """Both of its ends. Raises ConfigError for a model that keeps anything but keys and values of every token."""
+
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
