@@ -31,7 +31,7 @@ def llm_proxy(
         version=version,
         affinity=Affinity(workers.placement.affinity, config.affinity_mode, config.rollout.engine_slots),
         say=say,
-        update_timeout_s=config.weights.update_timeout_s,
+        answer_timeout_s=config.weights.update_timeout_s,
     )
     return workers.proxy
 

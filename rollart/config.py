@@ -54,6 +54,7 @@ ENGINE_KEYS = {
     "seed": "seed",
     "lora": "train.lora",
     "url": "engine_options.urls",
+    "hands_over": "[roles.prefill]",
     "device": "pools.NAME.device",
     "device_class": "pools.NAME.device_class",
     "tensor_parallel_size": "roles.actor_gen.devices",

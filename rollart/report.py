@@ -54,8 +54,8 @@ def warnings(config: Config) -> list[str]:
     """What a run can do but hardly means to, each in one line."""
     if config.model.name == TINY and not config.model.warmup_steps:
         return [
-            "model.warmup_steps: model 'tiny' has never seen text, and without a warm-up hits upon no valid action, so "
-            "that it learns nothing; set it, such as model.warmup_steps=800"
+            "model.warmup_steps: model 'tiny' has never seen text; without a warm-up it finds a valid action by chance "
+            "alone, and mostly learns nothing; set it, such as model.warmup_steps=800"
         ]
     return []
 

@@ -189,7 +189,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     delta: Whole = 0
     """A whole version every so many, between them only what changed; 0 or 1: every version whole."""
     update_timeout_s: Positive = 600.0
-    """Longest that an engine may take to load a version and say so; then it is ended and replaced."""
+    """Longest that an engine may take to read a version, or to load it and say so, or for any other answer but a
+    generation; then it is ended and replaced."""
     master: str = ""
     """mooncake: host:port of a master that runs already, with store nodes; default: both are started with the run."""
     replicas: Count = 1

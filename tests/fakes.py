@@ -78,6 +78,7 @@ class FakeInference:
         self.version = -1
         self.parameter_infos = PARAMETERS
         self.logprob_shift = 0.0
+        self.hangs_in = ""
         self.update_s = 0.2
         self.keeps_its_weights = False
         self.dead = ""
@@ -133,11 +134,11 @@ class FakeInference:
         return not self._going.is_set()
 
     async def suspend(self) -> None:
-        self._alive()
+        await self._answering("suspend")
         self._going.clear()
 
     async def prefetch(self, version: int) -> None:
-        self._alive()
+        await self._answering("prefetch")
         self._store.check(version)
         self.prefetched.append(version)
 
@@ -151,19 +152,18 @@ class FakeInference:
         return self.version
 
     async def resume(self) -> None:
-        self._alive()
+        await self._answering("resume")
         self._going.set()
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
-        self._alive()
+        await self._answering("logprobs")
         return [-1.0 - self.version + self.logprob_shift for _ in tokens[1:]]
 
     async def parameters(self) -> list[ParameterInfo]:
         return self.parameter_infos
 
     async def stats(self) -> EngineStats:
-        self._alive()
-        self._alive()
+        await self._answering("stats")
         now = asyncio.get_running_loop().time()
         busy_s = self._busy_s + (now - self._busy_since if self.in_flight else 0.0)
         return EngineStats(version=self.version, busy_s=busy_s)
@@ -179,6 +179,11 @@ class FakeInference:
     def _alive(self) -> None:
         if self.dead:
             raise WorkerDied(self.dead)
+
+    async def _answering(self, call: str) -> None:
+        self._alive()
+        if self.hangs_in == call:
+            await asyncio.Event().wait()
 
     def _flight(self, request_id: str, begins: bool) -> None:
         now = asyncio.get_running_loop().time()

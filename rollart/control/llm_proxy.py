@@ -1,7 +1,7 @@
 """LLMProxy: the gateway between trajectories and inference workers (paper section 4).
 
 Invariants: between `suspend` and `resume` no new request reaches a worker, and those in flight keep their tokens;
-`version` is what every worker says that it holds, and never goes back; a worker that does not say so in time is ended;
+`version` is what every worker says that it holds, and never goes back; a worker that does not answer in time is ended;
 a request that its caller gives up is aborted in the engine; a request whose worker dies goes to another, from the
 tokens that its trajectory has, and waits where there is none. Where prompts are read by workers of their own, `prefill`
 has each request read before its worker decodes it. What engines say of each request feeds `affinity`, whose decisions
@@ -46,7 +46,8 @@ class _Flight(Struct):
 
 
 class LLMProxy:
-    """`classes` gives a worker's device class for `router`; `update_timeout_s`: longest that a worker may take to load.
+    """`classes` gives a worker's device class for `router`; `answer_timeout_s`: longest that a worker may take to load
+    weights, or to answer anything else but a request.
 
     The driver's proxy moves the weights, and tells `followers`. One in a shard only holds and lets go when it is told,
     by `hold` and `let_go`, and its `version` is set. `on_workers` hears how many workers there are, at each change.
@@ -62,10 +63,10 @@ class LLMProxy:
         version: int = 0,
         affinity: Affinity | None = None,
         say: Callable[[str], None] | None = None,
-        update_timeout_s: float | None = None,
+        answer_timeout_s: float | None = None,
     ) -> None:
         self.version = version
-        self._update_timeout_s = update_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._router = router or Router()
         self._affinity = affinity or Affinity(self._router.affinity)
         self._say = say
@@ -155,7 +156,8 @@ class LLMProxy:
                 await worker.suspend()
             try:
                 if self._has_weights:
-                    await self._updated(worker, self.version)
+                    what = f"update to version {self.version}"
+                    await self._in_time(worker, self._updated(worker, self.version), what)
             except WeightsLost:
                 if not self._workers:
                     raise
@@ -203,7 +205,7 @@ class LLMProxy:
 
     async def prefetch(self, version: int) -> None:
         """Let all workers read a published version while generation goes on."""
-        await self._all(lambda worker: worker.prefetch(version), "prefetch")
+        await self._all(lambda worker: worker.prefetch(version), f"prefetch of version {version}")
 
     async def update(self, version: int) -> None:
         """Step 3: all workers load `version` and say so. Raises WeightsError naming the worker."""
@@ -218,26 +220,10 @@ class LLMProxy:
         self._tell_changed()
 
     async def _updated(self, worker: InferenceHandle, version: int) -> None:
-        """One worker loads `version`. Raises WeightsError when it holds another then, WorkerDied when it is silent."""
-        try:
-            async with asyncio.timeout(self._update_timeout_s):
-                held = await worker.update(version)
-        except TimeoutError:
-            raise WorkerDied(self._too_late(worker, version)) from None
+        """One worker loads `version`. Raises WeightsError when it holds another then."""
+        held = await worker.update(version)
         if held != version:
             raise WeightsError(f"it holds version {held} after it was given version {version}")
-
-    def _too_late(self, worker: InferenceHandle, version: int) -> str:
-        """End a worker that does not say what it holds; its death is then noticed like any other."""
-        line = (
-            f"inference worker {worker.name!r} has not loaded version {version} within {self._update_timeout_s:g} s "
-            "(weights.update_timeout_s); it is ended and replaced"
-        )
-        if worker.name in self._workers:
-            self._background.spawn(worker.stop(), f"end of {worker.name}")
-            if self._say is not None:
-                self._say(line)
-        return line
 
     async def resume(self) -> None:
         """Step 4: engines go on, the gate opens."""
@@ -382,10 +368,11 @@ class LLMProxy:
     async def _all(self, call: Callable[[InferenceHandle], Awaitable[T]], what: str) -> dict[str, T]:
         """Call every worker at once; when all have answered, raise the first error, naming its worker.
 
-        A worker that dies is left out; its successor catches up when it joins.
+        A worker that dies is left out, as is one that does not answer; its successor catches up when it joins.
         """
         workers = self._everyone()
-        answers = await asyncio.gather(*map(call, workers.values()), return_exceptions=True)
+        calls = (self._in_time(worker, call(worker), what) for worker in workers.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         results: dict[str, T] = {}
         for name, answer in zip(workers, answers, strict=True):
             if isinstance(answer, WorkerDied):
@@ -397,6 +384,23 @@ class LLMProxy:
                 raise answer
             results[name] = answer
         return results
+
+    async def _in_time(self, worker: InferenceHandle, work: Awaitable[T], what: str) -> T:
+        """A worker that says nothing is ended; its death is then noticed like any other. Raises WorkerDied."""
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                return await work
+        except TimeoutError:
+            line = (
+                f"inference worker {worker.name!r}, {what}: no answer within {self._answer_timeout_s:g} s "
+                "(weights.update_timeout_s); it is ended and replaced"
+            )
+        if self._handle(worker.name) is not None:
+            self.lost(worker.name)
+            self._background.spawn(worker.stop(), f"end of {worker.name}")
+            if self._say is not None:
+                self._say(line)
+        raise WorkerDied(line)
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ def test_a_worker_that_never_acknowledges_is_ended_and_the_others_go_on() -> Non
         workers = engines()
         workers[0].update_s = 1e9
         background = Background()
-        proxy = LLMProxy(workers, background=background, say=said.append, update_timeout_s=30.0)
+        proxy = LLMProxy(workers, background=background, say=said.append, answer_timeout_s=30.0)
         await proxy.suspend()
         await proxy.update(1)
         await proxy.resume()
@@ -226,8 +226,32 @@ def test_a_worker_that_never_acknowledges_is_ended_and_the_others_go_on() -> Non
         assert workers[0].dead == "stopped"
         assert proxy.num_workers == 1
         assert (await proxy.generate(request("r"))).versions == [1, 1, 1]
-        assert [line for line in said if "'w0' has not loaded version 1 within 30 s (weights.update_timeout_s)" in line]
+        end = "update to version 1: no answer within 30 s (weights.update_timeout_s); it is ended and replaced"
+        assert said == [f"inference worker 'w0', {end}"]
         assert asyncio.get_running_loop().time() < 40.0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("call", ["prefetch", "suspend", "resume", "logprobs", "stats"])
+def test_a_worker_that_hangs_in_any_call_is_ended_once_and_the_others_go_on(call: str) -> None:
+    async def main() -> None:
+        said: list[str] = []
+        workers = engines()
+        background = Background()
+        proxy = LLMProxy(workers, background=background, say=said.append, answer_timeout_s=30.0)
+        await proxy.update(1)
+        waiting = asyncio.ensure_future(proxy.generate(request("r")))
+        await asyncio.sleep(0)
+        workers[1].hangs_in = call
+        arguments = {"prefetch": (1,), "logprobs": ([1, 2],)}.get(call, ())
+        await asyncio.gather(*(getattr(proxy, call)(*arguments) for _ in range(2)))
+        await background.drain(1.0)
+        assert ([each.dead for each in workers], proxy.num_workers) == (["", "stopped"], 1)
+        assert len(said) == 1
+        assert "'w1'" in said[0]
+        await proxy.resume()
+        assert (await waiting).finish_reason == "stop"
 
     run_virtual(main())
 
@@ -235,10 +259,10 @@ def test_a_worker_that_never_acknowledges_is_ended_and_the_others_go_on() -> Non
 def test_a_worker_that_joins_and_never_acknowledges_is_not_taken_in() -> None:
     async def main() -> None:
         first, second = engines()
-        proxy = LLMProxy([first], update_timeout_s=30.0)
+        proxy = LLMProxy([first], answer_timeout_s=30.0)
         await proxy.update(1)
         second.update_s = 1e9
-        with pytest.raises(WorkerDied, match="'w1' has not loaded version 1"):
+        with pytest.raises(WorkerDied, match="'w1', update to version 1: no answer within 30 s"):
             await proxy.join(second)
         assert proxy.num_workers == 1
 

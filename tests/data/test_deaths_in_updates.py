@@ -41,7 +41,7 @@ def test_engines_that_die_or_hang_in_an_update_are_left_out_and_their_successor_
                 start(runtime, "hanging", weights, at_2="hang"),
                 start(runtime, "sound", weights),
             )
-            proxy = LLMProxy([dying, hanging, sound], background=background, say=said.append, update_timeout_s=2.0)
+            proxy = LLMProxy([dying, hanging, sound], background=background, say=said.append, answer_timeout_s=6.0)
             for version, living in ((0, {"dying", "hanging", "sound"}), (1, {"hanging", "sound"}), (2, {"sound"})):
                 writer.publish(version, pairs(version))
                 await proxy.prefetch(version)
@@ -60,5 +60,5 @@ def test_engines_that_die_or_hang_in_an_update_are_left_out_and_their_successor_
             await runtime.shutdown()
 
     asyncio.run(scenario())
-    assert ["'hanging' has not loaded version 2 within 2 s" in line for line in said] == [True]
+    assert ["'hanging', update to version 2: no answer within 6 s" in line for line in said] == [True]
     assert [float(tensor.sum()) for _, tensor in open_store(**weights).fetch(1)] == [1000.0, 2000.0]

@@ -11,6 +11,7 @@ import pytest
 
 from rollart.cli import main
 from rollart.data.simulated.profile import load_profile
+from rollart.report import warnings
 from rollart.run_folder import checkpoints, resolved_config
 from tests.e2e.laboratory import Laboratory, batches, check_audit, lines, summary
 
@@ -37,7 +38,8 @@ def test_the_reward_rises(trained: Path) -> None:
 def test_the_summary_accounts_for_the_run(trained: Path) -> None:
     found = summary(trained)
     assert found["outcome"] == "completed"
-    assert found["problems"] == []
+    assert found["problems"] == warnings(resolved_config(trained))
+    assert "model 'tiny' has never seen text" in found["problems"][0]
     assert found["steps"] == 14
     assert found["trajectories"] == sum(found["age_histogram"].values()) == 14 * 4 * 6
     assert found["tokens"] > found["trajectories"]

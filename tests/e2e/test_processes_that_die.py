@@ -31,6 +31,22 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(role: str, lab:
     assert f"{role}-0.1" in resources["workers"]
 
 
+def test_an_inference_worker_that_hangs_is_ended_and_replaced_and_the_run_goes_on(lab: Laboratory) -> None:
+    words = ("roles.actor_gen.workers=2", "roles.environment.workers=1", "weights.update_timeout_s=10")
+    process = lab.start("runtime=local", "steps=1000", *words)
+    process.until(lambda: steps_done(lab.run) >= 2, "its second step")
+    process.worker("inference-1").suspend()
+    process.until(lambda: "inference-1.1 runs on CPU:" in process.text(), "a new worker")
+    done = steps_done(lab.run)
+    process.until(lambda: steps_done(lab.run) >= done + 2, "two more steps")
+    process.send(signal.SIGTERM)
+    assert process.wait() == 130, process.text()
+    assert process.text().count("no answer within 10 s (weights.update_timeout_s); it is ended and replaced") == 1
+    assert "Traceback" not in process.text()
+    check_audit(lab.run, steps_done(lab.run), alpha=1)
+    assert summary(lab.run)["resources"]["restarts"] == {"inference-1": 1}
+
+
 def test_a_worker_that_dies_again_and_again_ends_the_run_when_nothing_takes_its_place(lab: Laboratory) -> None:
     text = SMALL.replace("Friendly", "Deadly")
     process = lab.start("runtime=local", text=text)

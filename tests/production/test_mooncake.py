@@ -18,8 +18,6 @@ import psutil
 import pytest
 import torch
 
-pytest.importorskip("mooncake.store", reason="no Mooncake here: make test-production", exc_type=ImportError)
-
 from rollart.config import parse
 from rollart.data.stores.fallback import FallbackStore
 from rollart.data.stores.mooncake_service import mooncake_store
@@ -31,6 +29,8 @@ from tests.data.store_contract import *  # noqa: F403
 from tests.data.store_contract import Place, assert_holds, infos, tensors
 from tests.production.mooncake_processes import PATIENCE_S, Store
 
+REASON = "mooncake, or a library that it needs, is not installed; run them with: make test-production"
+pytest.importorskip("mooncake.store", reason=REASON, exc_type=ImportError)
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 SEGMENT_BYTES = 64 << 20

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("mooncake.store", reason="no Mooncake here: make test-production", exc_type=ImportError)
-
 from tests.e2e.laboratory import Laboratory, check_audit, steps_done
 
+REASON = "mooncake, or a library that it needs, is not installed; run them with: make test-production"
+pytest.importorskip("mooncake.store", reason=REASON, exc_type=ImportError)
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
 
 ON_MOONCAKE = ("runtime=local", "weights.store=mooncake", "train.learning_rate=1e-2")

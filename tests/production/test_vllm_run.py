@@ -94,3 +94,16 @@ def test_an_option_that_vllm_does_not_know_ends_the_run_with_one_line(lab: Labor
     process = lab.start("engine_options.gpu_memory_utilisation=0.5", text=ON_VLLM)
     assert process.wait(PATIENCE_S) == 2
     assert "engine_options.gpu_memory_utilisation: not an argument of vLLM's EngineArgs" in process.text()
+
+
+def test_a_run_whose_prompts_are_read_by_a_vllm_of_its_own(lab: Laboratory) -> None:
+    apart = ON_VLLM.replace("steps = 3", "steps = 2") + "[roles.prefill]\nworkers = 1\n"
+    process = lab.start(text=apart)
+    assert process.wait(PATIENCE_S) == 0, process.text()
+    check_audit(lab.run, steps=2, alpha=1)
+    found = summary(lab.run)["prefill"]
+    assert found["read"] > 0
+    assert found["received_tokens"] > 0
+    assert found["by_decode_workers"] == {}
+    canaries = [line["canary"] for line in lines(lab.run / "metrics.jsonl") if "canary" in line]
+    assert max(canaries) < 1e-3

@@ -90,6 +90,18 @@ def test_an_engine_that_cannot_hand_over_has_no_workers_that_only_read() -> None
         place(replace(config, engine="other"), CLUSTER)
 
 
+def test_vllm_hands_over_only_between_workers_alike() -> None:
+    apart = 'engine = "vllm"\n[roles.prefill]\n'
+    assert [each.worker for each in placed(apart).of_role("prefill")] == ["prefill-0"]
+    for text, message in (
+        ("devices = 2", r"roles\.prefill\.devices: .* take as many as in roles\.actor_gen\.devices"),
+        ('device_class = "CPU"', r"roles\.prefill\.device_class: vLLM's KV on cpu and on cuda differs"),
+        ("[engine_options]\nenable_prefix_caching = false", r"engine_options\.enable_prefix_caching: false, but"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            placed(f"{apart}{text}\n")
+
+
 def test_each_server_of_others_has_an_inference_worker() -> None:
     text = "engine = 'http'\nengine_options.urls = ['http://a:1', 'http://b:1', 'http://c:1']\n"
     assert [each.worker for each in placed(text).of_role("actor_gen")] == ["inference-0", "inference-1", "inference-2"]
