@@ -176,10 +176,11 @@ def test_the_supervised_warm_up_is_that_of_one_process(trainer_model, group):
 
 # -------------------------------------------------------------------------------------------------------- publications
 @pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
-def test_no_more_than_a_bucket_is_gathered_at_once(trainer_model, group, tmp_path):
-    bucket_bytes = 4096
+def test_no_more_than_a_bucket_and_the_tensor_after_it_is_gathered_at_once(trainer_model, group, tmp_path):
+    bucket_bytes = 8192
     two = ranks(group, 2, trainer_model)
     sizes = [tensor.nbytes for tensor in two.weights().values()]
+    assert max(sizes) <= bucket_bytes
     assert sum(sizes) > 5 * (bucket_bytes + max(sizes))
 
     async def publish():
