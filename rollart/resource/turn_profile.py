@@ -20,15 +20,20 @@ MEMORY = 64
 """Requests after which an old one weighs 1/e."""
 KEEP = 1 - 1 / MEMORY
 START_S = 1.0
-"""What ends so soon after the first request of a task on a class is not measured: engines that start are slow."""
+"""What ends so soon after the first request of a task on a class is forgotten: engines that start are slow."""
 ENOUGH, ENOUGH_S = 16, 2.0
 """Requests measured of a task on a class, and seconds since its first there, from which its seconds are an estimate:
 few requests are chance, and many at one moment say what that moment was like."""
 
 
 class OnClass(Struct):
-    """Decaying sums of one task on one class; `num_requests` counts all, `span_s`: seconds since its first there."""
+    """Decaying sums of one task on one class; `num_requests` counts all, `span_s`: seconds since its first there.
 
+    `starting`: within START_S of that; what was summed up till then is forgotten afterwards.
+    """
+
+    first_s: float
+    starting: bool = True
     span_s: float = 0.0
     num_requests: int = 0
     requests: float = 0.0
@@ -40,15 +45,13 @@ class OnClass(Struct):
 
 
 class OfTask(Struct):
-    """Decaying sums of one task. `share`: its part of all turns lately, not yet divided by the others'. `first_s`: when
-    its first request on each class ended."""
+    """Decaying sums of one task. `share`: its part of all turns lately, not yet divided by the others'."""
 
     share: float = 0.0
     turns: float = 0.0
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
     response_tokens: float = 0.0
-    first_s: dict[str, float] = field(default_factory=dict)
     on: dict[str, OnClass] = field(default_factory=dict)
 
 
@@ -90,11 +93,11 @@ class Profile:
         task.prompt_tokens = task.prompt_tokens * KEEP + num_prompt_tokens
         task.cached_tokens = task.cached_tokens * KEEP + result.cached_tokens
         task.response_tokens = task.response_tokens * KEEP + len(result.tokens)
-        span_s = now_s - task.first_s.setdefault(device_class, now_s)
-        if span_s >= START_S:
-            there = task.on.setdefault(device_class, OnClass())
-            there.span_s = span_s
-            _add(there, num_prompt_tokens, result)
+        there = task.on.setdefault(device_class, OnClass(now_s))
+        if there.starting and now_s - there.first_s >= START_S:
+            there = task.on[device_class] = OnClass(there.first_s, starting=False)
+        there.span_s = now_s - there.first_s
+        _add(there, num_prompt_tokens, result)
 
     @property
     def tags(self) -> list[str]:
