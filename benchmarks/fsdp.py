@@ -33,6 +33,7 @@ from rollart.data.runtime import LocalRuntime
 from rollart.data.trainers.embedded import EmbeddedTrainer
 from rollart.data.training import RemoteTrainer, form_group
 from rollart.data.weights import FileWeightStore
+from rollart.data.weights_folder import SHARED_MEMORY
 from rollart.sections import TrainConfig
 from rollart.types import Group, GroupSpec, TrainBatch, Trajectory, Turn
 
@@ -83,7 +84,7 @@ def one_process(folder: Path, options: TrainConfig, batches: list[TrainBatch]) -
     torch.set_num_threads(RANKS)
     trainer = EmbeddedTrainer(str(folder), options, temperature=1.0, seed=0)
     reports = [trainer.train_step(each) for each in batches]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as place:
         seconds = timed(lambda: FileWeightStore(place, **STORE).publish(1, trainer.tensors()))
     torch.set_num_threads(1)
     return measured(reports, seconds)
@@ -91,7 +92,7 @@ def one_process(folder: Path, options: TrainConfig, batches: list[TrainBatch]) -
 
 async def two_ranks(folder: Path, options: TrainConfig, batches: list[TrainBatch]) -> dict[str, float]:
     """As `one_process`."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as place:
         what = {
             "model_folder": str(folder),
             "trainer": "fsdp2",

@@ -2,14 +2,15 @@
 
 What is compared. Both engines are driven as an inference worker drives them, through the same commands, in one process:
 R requests are added at once and stepped to their end. Prompts are 32 random tokens, all different; every request
-generates the same number of tokens (64; 16 with --quick), sampled at temperature 1 from the whole vocabulary, each with
-its log-probability. A figure is generated tokens over seconds, from the first `add` to the last result, prefill
-included. Engines alternate, after one round that does not count; each figure is the median of the repetitions.
+generates the same number of tokens (64, of the larger model 32; 16 with --quick), sampled at temperature 1 from the
+whole vocabulary, each with its log-probability. A figure is generated tokens over seconds, from the first `add` to the
+last result, prefill included. Engines alternate, after one round that does not count; each figure is the median of the
+repetitions.
 
 Models are random Qwen3s: `tiny`, 4 layers of width 128, and `135M`, with the shape of SmolLM2-135M (30 layers of width
 576, 9 heads of 64, 3 for keys and values, 49,152 words). Weights are float32: this shows what the loop and vLLM's CPU
 kernels cost, and nothing about GPUs. vLLM computes eagerly, in blocks of 32 tokens, without its prefix cache, which
-prompts that are all different could not use.
+prompts that are all different could not use. All of it takes five to ten minutes, with --quick one.
 
 Needs the environment of `make env-production`.
 """
@@ -115,17 +116,19 @@ def main() -> None:
     arguments = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    num_tokens, repetitions = (16, 1) if arguments.quick else (64, 3)
-    rows = []
+    repetitions = 1 if arguments.quick else 3
+    rows, started = [], []  # when one is thrown away, vLLM tears down what all in a process share
     with tempfile.TemporaryDirectory() as temporary:
         for model in MODELS:
             folder = save(model, Path(temporary))
             counts = (1, 16) if arguments.quick and model == "135M" else (1, 16, 64)
+            num_tokens = 16 if arguments.quick else 32 if model == "135M" else 64
             common = {"slots": max(counts), "max_model_tokens": PROMPT_TOKENS + num_tokens}
             engines = {
                 "vllm": create_engine("vllm", folder, {**common, **ON_VLLM}),
                 "embedded": create_engine("embedded", folder, common),
             }
+            started.append(engines)
             rows += [compare(model, engines, count, num_tokens, repetitions) for count in counts]
     summary = {
         f"{name}_{row['model']}_{row['requests']}": float(row[name])  # type: ignore[arg-type]

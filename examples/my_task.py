@@ -8,23 +8,32 @@ from typing import Any
 
 
 class GuessNumber:
-    """Guess a number; each answer says whether the hidden one is higher or lower."""
+    """Guess a number; each answer says between which numbers the hidden one lies."""
 
     def __init__(self, high: int = 9) -> None:
         self.high = high
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self.hidden = random.Random(seed).randint(1, self.high)
-        return f"1 to {self.high}", {}
+        self.least, self.most = 1, self.high
+        return self._range(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        guess = re.search(r"\d+", action)
+        guess = re.fullmatch(r"\d+", action.strip())
         if guess is None:
-            return "Answer a number.", 0.0, False, False, {}
-        if int(guess[0]) == self.hidden:
+            return "This is no number.", 0.0, True, False, {}
+        number = int(guess[0])
+        if number == self.hidden:
             return "Right.", 1.0, True, False, {}
-        return "higher" if int(guess[0]) < self.hidden else "lower", 0.0, False, False, {}
+        if number < self.hidden:
+            self.least = max(self.least, number + 1)
+        else:
+            self.most = min(self.most, number - 1)
+        return self._range(), 0.0, False, False, {}
 
     def sample_action(self, rng: random.Random) -> str:
         """Optional: a well-formed random action, so that a tiny model can be warmed up."""
         return str(rng.randint(1, self.high))
+
+    def _range(self) -> str:
+        return f"{self.least} to {self.most}"

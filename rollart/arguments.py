@@ -18,33 +18,60 @@ from rollart.plan_command import add_options
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-EXAMPLES = """\
-examples:
-  rollart train configs/default.toml                       train, with a live view in a terminal
-  rollart train configs/default.toml steps=50 schedule=sync_plus train.learning_rate=3e-4
-  rollart train --resume runs/latest                       go on from the newest checkpoint
-  rollart train --resume runs/latest steps=400             ... and further than first asked for
-  rollart train --resume runs/latest --checkpoint 50       ... from an older one; what came after it is forgotten
-  rollart check configs/default.toml alpha=2               is it valid, and what follows from it?
-  rollart pools configs/default.toml                       which devices there are and which run holds them
-  rollart eval runs/latest --episodes 200                  greedy, on held-out seeds
-  rollart tasks frozenlake                                 what a task does and its options
-  rollart simulate configs/paper.toml schedule=areal       the same control plane on a modelled cluster, in minutes
-  rollart plan configs/paper.toml --trials 60              what would be faster at the same cost, and why
-  rollart profile runs/latest --out mine.toml              a recorded run as a workload for `rollart simulate`
-  rollart serve-reward rewards:score                       a function as an HTTP service
-  rollart package-reward rewards:score --target lambda     what is needed to deploy it elsewhere
-
+EXAMPLES = {
+    "train": (
+        ("rollart train configs/default.toml", "with a live view in a terminal"),
+        ("rollart train configs/default.toml steps=50 schedule=sync_plus train.learning_rate=3e-4", ""),
+        ("rollart train --resume runs/latest steps=400", "go on, and further than first asked for"),
+    ),
+    "check": (
+        ("rollart check configs/default.toml", "is it valid, and what follows from it?"),
+        ("rollart check configs/default.toml alpha=2 rollout.extra_groups=auto", ""),
+    ),
+    "pools": (
+        ("rollart pools configs/default.toml", "which devices there are and which run holds them"),
+        ("rollart pools configs/default.toml --repair node-3", "its devices work again"),
+    ),
+    "eval": (
+        ("rollart eval runs/latest --episodes 200", "the newest checkpoint"),
+        ("rollart eval runs/latest --checkpoint 50", "an older one"),
+    ),
+    "tasks": (
+        ("rollart tasks", "all of them"),
+        ("rollart tasks frozenlake", "what it does and its options"),
+    ),
+    "simulate": (
+        ("rollart simulate configs/paper.toml schedule=areal", "in minutes"),
+        ("rollart simulate configs/paper.toml --json result.json --trace trace.json", ""),
+    ),
+    "plan": (
+        ("rollart plan configs/paper.toml --trials 60", "at the same cost"),
+        ("rollart plan configs/paper.toml --budget 200 --objective cost", ""),
+        ("rollart plan configs/paper.toml --devices H800=64,H20=64 --out best.toml", ""),
+    ),
+    "profile": (
+        ("rollart profile runs/latest --out mine.toml", ""),
+        ("rollart simulate configs/default.toml simulate.profile=mine.toml", "what it is for"),
+    ),
+    "serve-reward": (
+        ("rollart serve-reward rewards:score", "on http://127.0.0.1:8000"),
+        ("rollart serve-reward rewards.py:Score --options '{\"factor\": 2}' --port 0", "a class, any free port"),
+    ),
+    "package-reward": (
+        ("rollart package-reward rewards:score --target lambda", "into score-lambda"),
+        ("rollart package-reward rewards:score --target docker --out image --force", ""),
+    ),
+}
+"""Command -> what to type, and what that does where it does not say so itself."""
+OVERRIDES = """\
 Any key of the config can be set on the command line as key=value or section.key=value; values are TOML.
 A task's own options are tasks.NAME.options.KEY=value. ROLLART_TRACEBACK=1 shows where an error comes from.
 """
+TAKING_CONFIGS = ("train", "check", "pools", "simulate", "plan")
 
 PROFILING = """\
 Reads what a run recorded, finished or not, and writes its workload as TOML: per task the turns, tokens, seconds and
 failures, and the trainer's seconds per token. `reasons` tell from how many samples each number comes.
-
-  rollart profile runs/latest --out mine.toml
-  rollart simulate configs/default.toml simulate.profile=mine.toml
 
 Only sampled trajectories show how numbers spread: log.trajectories_every = 1 and log.trajectories = 64 keep many."""
 SERVING = """\
@@ -66,7 +93,8 @@ PLANNING = """\
 Simulates other pool mixes, splits of training and rollout, engines, affinities and redundancies: first in short, then
 the best for as many steps as the config says. Prints the best plans, what they change and why they gain, and writes the
 best one as a config for `rollart simulate` and `rollart train`. By default a plan costs at most what the pools of the
-config cost an hour, and its alpha is at most the config's own. Ctrl-C ends the search with the best so far.
+config cost an hour, and its alpha is at most the config's own. Ctrl-C or SIGTERM ends the search: the best so far is
+printed and written, and the exit code is 130.
 docs/plan.md says more."""
 PACKAGING = """\
 Writes a folder with the function's own modules, its handler, requirements.txt, the platform's manifest and a README.txt
@@ -97,7 +125,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="rollart",
         description="Reinforcement learning of LLM agents on many tasks at once, each stage on the hardware it suits.",
-        epilog=EXAMPLES,
+        epilog=f"{_examples(*(each[0] for each in EXAMPLES.values()))}\n{OVERRIDES}",
         formatter_class=shape,
     )
     parser.add_argument("--version", action="version", version=f"rollart {__version__}")
@@ -105,8 +133,13 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     commands: dict[str, Parser] = {}
 
     def command(name: str, summary: str, details: str) -> Parser:
+        more = f"\n{OVERRIDES}" if name in TAKING_CONFIGS else ""
         commands[name] = group.add_parser(
-            name, help=summary, description=f"{summary}.\n\n{details}", epilog=EXAMPLES, formatter_class=shape
+            name,
+            help=summary,
+            description=f"{summary}.\n\n{details}",
+            epilog=_examples(*EXAMPLES[name]) + more,
+            formatter_class=shape,
         )
         return commands[name]
 
@@ -139,6 +172,13 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     _add_serving(command("serve-reward", "serve a function over HTTP", SERVING))
     _add_packaging(command("package-reward", "write what is needed to deploy a function", PACKAGING))
     return parser, commands
+
+
+def _examples(*examples: tuple[str, str]) -> str:
+    """To end a help text with: what to type, and beside it what that does."""
+    width = max(len(words) for words, said in examples if said)
+    lines = [f"  {words:<{width}}   {said}".rstrip() for words, said in examples]
+    return "\n".join(["examples:", *lines, ""])
 
 
 def _add_serving(serve: Parser) -> None:

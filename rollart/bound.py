@@ -110,12 +110,17 @@ class Engines(Struct, frozen=True):
 
 
 class TrainedTrajectory(Struct, frozen=True):
-    """What the bound needs of a trajectory that was trained on: tokens per turn, and seconds by stage."""
+    """What the bound needs of a trajectory that was trained on: tokens per turn, seconds by stage, and those in which
+    its environment worked on its steps.
+
+    The stage `step` is no part of the bound: where environments step together it holds the wait for the others.
+    """
 
     task: str
     prompts: list[int]
     responses: list[int]
     seconds: dict[str, float]
+    step_s: float = 0.0
 
     def turns(self) -> Iterator[Turn]:
         """With the tokens before each."""
@@ -149,7 +154,7 @@ def lower_bound(config: Config, profile: Profile, model: ModelShape, batches: Ba
     generated = [sum(sum(each.responses) for each in batch) for batch in batches]
     train_s = [seconds(each, number, num_devices) for each, number in zip(lengths, generated, strict=True)]
     staleness = Staleness.of(config.effective_alpha, config.rollout.groups_per_batch)
-    return bound_of(batches, train_s, engines, staleness, config.rollout.group_size, config.plan.lockstep)
+    return bound_of(batches, train_s, engines, staleness, config.rollout.group_size)
 
 
 def bound_of(
@@ -158,22 +163,17 @@ def bound_of(
     engines: Mapping[str, Engines],
     staleness: Staleness,
     group_size: int = 1,
-    lockstep: bool = False,
 ) -> Bound:
     """The bound for batches, trained on in `train_s` seconds each, and engines by device class.
 
-    lockstep: steps of environments were recorded with waiting for others, so that they do not count.
     Raises ValueError without batches or engines.
     """
     if not batches or not engines:
         raise ValueError("a lower bound needs at least one batch and one engine")
     rollout = Rollout(engines, [turn for batch in batches for each in batch for turn in each.turns()])
-    steps_s = [[0.0 if lockstep else each.seconds.get("step", 0.0) for each in batch] for batch in batches]
     longest = [
-        _within_versions(
-            [step_s + _alone_s(each, engines) for each, step_s in zip(batch, steps, strict=True)], staleness, group_size
-        )
-        for batch, steps in zip(batches, steps_s, strict=True)
+        _within_versions([each.step_s + _alone_s(each, engines) for each in batch], staleness, group_size)
+        for batch in batches
     ]
     parts = {
         "training": _mean(train_s),

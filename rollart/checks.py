@@ -71,11 +71,14 @@ def _check_value(kind: Any, value: Any, path: str, root: type[Struct], default: 
         for name, inner in _table(value, path).items():
             _check_value(typing.get_args(kind)[1], inner, f"{path}.{toml.key(name)}", root, None)
     else:
-        _check_plain(value, path)
+        if not isinstance(value, float):  # numbers are judged by the key's own bounds
+            _check_plain(value, path)
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{path}: {_complaint(inspect.type_info(kind), value, default)}") from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path}: {_complaint(inspect.type_info(kind), value, default)}")
 
 
 def _table(value: object, path: str) -> dict[str, Any]:
@@ -127,8 +130,11 @@ def _complaint(info: inspect.Type, value: object, default: object) -> str:
 def _bad_number(info: inspect.IntType | inspect.FloatType, value: object, default: object) -> str:
     whole = isinstance(info, inspect.IntType)
     expected = "a whole number" if whole else "a number"
-    bounds = {"of at least": info.ge, "above": info.gt, "below": info.lt, "of at most": info.le}
-    limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    if info.ge is not None and info.le is not None:
+        limits = f"from {info.ge:g} to {info.le:g}"
+    else:
+        bounds = {"of at least": info.ge, "above": info.gt, "below": info.lt, "of at most": info.le}
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
     expected = f"{expected} {limits}".strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and not (whole and isinstance(value, float)):
         return f"{value!r} is out of range; expected {expected}"

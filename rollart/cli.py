@@ -53,15 +53,22 @@ class Parts:
         return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config, with rewards that can be called and a trainer that is there. Raises ConfigError."""
+        """The tasks of a config; that what it names is there: rewards, files, a trainer that holds the model.
+
+        Raises ConfigError.
+        """
+        from rollart.data.places import check_places
         from rollart.data.serverless.registry import check_urls
         from rollart.data.trainers import check_installed
+        from rollart.data.trainers.fit import check_fits
         from rollart.exporter import parse
         from rollart.tasks import registry
 
+        check_places(config)
         found = registry.specs(config)
         check_urls(config)
         check_installed(config)
+        check_fits(config)
         if config.log.prometheus:
             parse(config.log.prometheus)
         return found
@@ -84,6 +91,13 @@ class Parts:
         from rollart import pool_view
 
         return pool_view.view(config, repair)
+
+    def rehearse(self, config: Config) -> None:
+        """Whether a config with a table [simulate] could be simulated. Raises RollartError."""
+        from rollart import simulator
+
+        if config.simulate is not None:
+            simulator.check(config)
 
     def simulate(self, config: Config, trace: Path | None, json: Path | None) -> str:
         """Run a config on a modelled cluster; what came out, as text. Raises RollartError."""
@@ -221,12 +235,16 @@ def _train(parts: Parts, words: list[str], resume: Path | None, checkpoint: int 
 
 def _check(parts: Parts, words: list[str]) -> int:
     from rollart.config import to_toml
-    from rollart.report import derived
+    from rollart.report import derived, warnings
+    from rollart.run_folder import to_stderr
 
     config = _load(words)
+    parts.rehearse(config)
     specs, placement = parts.specs(config), parts.place(config)
     print(to_toml(config))
     print(derived(config, specs, placement))
+    for warning in warnings(config):
+        to_stderr(warning)
     return 0
 
 

@@ -54,6 +54,7 @@ ENGINE_KEYS = {
     "seed": "seed",
     "lora": "train.lora",
     "url": "engine_options.urls",
+    "hands_over": "[roles.prefill]",
     "device": "pools.NAME.device",
     "device_class": "pools.NAME.device_class",
     "tensor_parallel_size": "roles.actor_gen.devices",
@@ -229,6 +230,7 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """Validate a parsed file. Raises ConfigError."""
+    _check_alpha_alone(data)
     check(Config, data)
     if not data.get("tasks"):
         raise ConfigError("tasks: no task; add a table such as [tasks.frozenlake]")
@@ -278,6 +280,20 @@ def _check_tasks(config: Config) -> None:
                 f"tasks.{toml.key(name)}.max_tokens: {task.max_tokens} is more than rollout.max_model_tokens "
                 f"{longest}; lower the first or raise the second"
             )
+
+
+def _check_alpha_alone(data: Mapping[str, Any]) -> None:
+    """What alpha may be depends on the schedule, so that the general words for a number say too little."""
+    alpha, plan = data.get("alpha", 1), SCHEDULES.get(str(data.get("schedule", "rollart")))
+    if plan is None or (type(alpha) in (int, float) and 0 <= alpha <= 1000):
+        return
+    shown = alpha if isinstance(alpha, int | float) and not isinstance(alpha, bool) else toml.value(alpha)
+    rule = (
+        f"schedule {plan.name!r} implies {plan.alpha:g}; leave alpha out"
+        if plan.alpha is not None
+        else "give a number above 0, at most 1000, such as 1 or 0.5"
+    )
+    raise ConfigError(f"alpha: {shown} is no bound on staleness, which is a number of versions; {rule}")
 
 
 def _check_alpha(config: Config) -> None:
@@ -402,7 +418,8 @@ def _check_ranks(config: Config) -> None:
     if parts.ranks % share:
         raise ConfigError(
             f"roles.actor_train.workers: {parts.ranks} do not divide into groups of {share} that hold the model "
-            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}"
+            f"together (train.tensor_parallel, train.megatron); take a multiple of {share}, such as "
+            f"{max(1, round(parts.ranks / share)) * share}"
         )
     if parts.ranks > 1 and config.runtime == "inline":
         raise ConfigError("runtime: 'inline' is one process, but the trainer is several; take runtime = 'local'")
@@ -414,8 +431,10 @@ def _check_ranks(config: Config) -> None:
         )
     holding = parts.ranks // parts.pipeline
     if holding % parts.expert:
+        near = min((n for n in range(1, holding + 1) if holding % n == 0), key=lambda n: abs(n - parts.expert))
         raise ConfigError(
-            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal layers"
+            f"train.megatron.expert_parallel: {parts.expert} does not divide the {holding} ranks that hold equal "
+            f"layers; take {near}"
         )
 
 

@@ -225,7 +225,15 @@ def line(status: Status) -> str:
 
 def _task_line(task: TaskStatus) -> str:
     text = f"reward {_number(task.reward)} success {_share(task.success)}"
-    return text if task.eval_last is None else f"{text} (eval {_share(task.eval_first)} -> {_share(task.eval_last)})"
+    return text if task.eval_last is None else f"{text} (eval {_evaluated(task)})"
+
+
+def _evaluated(task: TaskStatus) -> str:
+    if task.eval_last is None:
+        return "-"
+    return (
+        _share(task.eval_last) if task.eval_first is None else f"{_share(task.eval_first)} -> {_share(task.eval_last)}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- a picture
@@ -259,10 +267,8 @@ def _tasks(status: Status) -> Table:
     for name in ("reward", "success", "eval first -> last", "trajectories"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, task in status.tasks.items():
-        evaluated = "-" if task.eval_last is None else f"{_share(task.eval_first)} -> {_share(task.eval_last)}"
-        table.add_row(
-            Text(printable(name)), _number(task.reward), _share(task.success), evaluated, f"{task.trajectories:,}"
-        )
+        figures = (_number(task.reward), _share(task.success), _evaluated(task), f"{task.trajectories:,}")
+        table.add_row(Text(printable(name)), *figures)
     return table
 
 

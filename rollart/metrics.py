@@ -242,9 +242,9 @@ class TaskStatus(Struct, frozen=True, kw_only=True):
     trajectories: int = 0
     """Ended so far in this run."""
     eval_first: float | None = None
-    """Success on held-out seeds at the first evaluation, 0 to 1."""
+    """Success on held-out seeds at the first evaluation, 0 to 1; None as long as it is the latest too."""
     eval_last: float | None = None
-    """... and at the latest."""
+    """... and at the latest evaluation."""
 
 
 class RewardStatus(Struct, frozen=True, kw_only=True):

@@ -257,8 +257,7 @@ class Observer:
                 reward=values.get(f"reward/{name}", task.reward),
                 success=values.get(f"success/{name}", task.success),
                 trajectories=task.trajectories + int(values.get(f"trajectories/{name}", 0)),
-                eval_first=first.success if first else None,
-                eval_last=last.success if last else None,
+                **successes(first, last),
             )
 
     # ----------------------------------------------------------------------------------------------------- figures
@@ -348,6 +347,12 @@ def _first_and_last(totals: Totals, name: str) -> dict[str, float]:
         "tokens_last": last.tokens,
         "episodes": last.episodes,
     }
+
+
+def successes(first: TaskResult | None, last: TaskResult | None) -> dict[str, float]:
+    """What a `TaskStatus` shows of the first and the latest evaluation; one alone is not shown as two."""
+    shown = {"eval_first": first.success} if first is not None and first != last else {}
+    return {**shown, "eval_last": last.success} if last is not None else {}
 
 
 def _reward_status(usage: FunctionUsage) -> RewardStatus:

@@ -40,6 +40,7 @@ from rollart.errors import ConfigError, RunFolderError, boundary
 from rollart.exporter import serving
 from rollart.metrics import Metrics
 from rollart.observer import Observer, Totals
+from rollart.report import warnings
 from rollart.run_folder import RunFolder, resolved_config
 from rollart.scaling import EnvironmentScaler
 from rollart.shard import RemoteShard
@@ -245,6 +246,8 @@ class _Run:
             self._view.say(f"resuming after step {self._state.step}")
             await workers.trainer.load(str(self._checkpoints.trainer_folder(self._state.step)))
             return
+        for warning in warnings(self._config):
+            self._folder.note(warning)
         settings = self._config.model
         if not settings.warmup_steps:
             return

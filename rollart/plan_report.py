@@ -60,7 +60,7 @@ class Plans(Struct, frozen=True):
 
 def report(plans: Plans) -> str:
     """All of it as text."""
-    head = [f"{plans.trials} simulations" + (", interrupted" if plans.interrupted else "")]
+    head = [f"{plans.trials} simulations" + (", interrupted: this is the best so far" if plans.interrupted else "")]
     if number := sum(plans.impossible.values()):
         head.append(f"{number} more plans cannot be simulated:")
         head += [f"    {count} x {reason}" for reason, count in list(plans.impossible.items())[:NAMED]]

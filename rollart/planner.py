@@ -20,12 +20,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from types import FrameType
 
 from msgspec.structs import replace
 
@@ -66,16 +68,17 @@ def run(config: Config, order: Order) -> Plans:
     for path in (order.out, order.json):
         if path is not None:
             simulator.writable(path)
-    found = plan(
-        config,
-        _simulated,
-        order.allowed,
-        objective=order.objective,
-        trials=order.trials,
-        top=order.top,
-        jobs=order.jobs,
-        say=_tell,
-    )
+    with as_interrupt():
+        found = plan(
+            config,
+            _simulated,
+            order.allowed,
+            objective=order.objective,
+            trials=order.trials,
+            top=order.top,
+            jobs=order.jobs,
+            say=_teller(),
+        )
     return written(found, order)
 
 
@@ -246,7 +249,8 @@ class _Search:
                 self._fail(each, str(error))
         if not configs:
             return
-        self._say(f"{len(configs)} plans for {steps} steps")
+        number = f"{len(configs)} plan{'s' if len(configs) != 1 else ''}"
+        self._say(f"{number} for {steps} steps{self._best_so_far()}")
         order = list(configs)
         for index, result in self._runner(list(configs.values())):
             self._num_done += 1
@@ -266,6 +270,12 @@ class _Search:
         return (
             f"[{self._num_done}/{self._trials}] {gain}{self._results[choice, steps].throughput:,.0f} tokens/s: {what}"
         )
+
+    def _best_so_far(self) -> str:
+        """Of the short simulations, in which all plans are compared."""
+        short = self._rungs[0]
+        gains = [self._gain(choice, short) for choice, steps in self._results if steps == short]
+        return f"; best so far {max(gains):.3f}x" if len(gains) > 1 else ""
 
     def _tried(self, choice: Choice) -> bool:
         return choice in self._impossible or (choice, self._rungs[0]) in self._results
@@ -347,7 +357,7 @@ def _runner(simulate: Simulate, jobs: int) -> Iterator[Runner]:
         yield lambda configs: _spread(executor, simulate, configs)
     finally:
         for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
+            child.kill()
         executor.shutdown(cancel_futures=True)
 
 
@@ -375,8 +385,9 @@ def _simulated(config: Config) -> Simulation:
 
 
 def _prepare() -> None:
-    """Ctrl-C reaches every process of a terminal: the one that searches decides. When that is gone, so is this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A signal may reach every process of a group: the one that searches decides. When that is gone, so is this one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow, daemon=True).start()
 
 
@@ -387,5 +398,31 @@ def _follow() -> None:
     os._exit(1)
 
 
-def _tell(line: str) -> None:
-    print(f"rollart: {line}", file=sys.stderr, flush=True)  # noqa: T201
+@contextmanager
+def as_interrupt() -> Iterator[None]:
+    """SIGTERM, and a terminal that goes away, end the search as Ctrl-C does: with the best so far."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+        yield
+        return
+    wanted = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, stop) for each in wanted}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _teller() -> Callable[[str], None]:
+    """Progress on stderr, with the time since now."""
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - began), 60)
+        print(f"rollart: {minutes}m{seconds:02d}s {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return tell

@@ -138,16 +138,24 @@ Payload = bytes | bytearray | memoryview
 class HandsOver(Protocol):
     """What an engine can do besides, where requests are read on one worker and decoded on another.
 
-    `so_far`: what was generated of the request before. Contract (tests/data/test_handoff.py): the tokens,
+    `so_far`: what was generated of the request before. Contract (tests/data/handoff_contract.py): the tokens,
     log-probabilities and versions are those of an engine that does both; KV of other weights is never used.
     """
+
+    @property
+    def grain(self) -> int:
+        """KV is kept between requests for so many tokens at a time: `kept`, and every `start`, is a multiple of it."""
+        ...
 
     def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
         """As `Engine.add`, for the next token alone: unless that ends the request, its finish_reason is "handoff"."""
         ...
 
     def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
-        """KV of the tokens from `start` to the last but one, as kept for the trajectory; None when it is not."""
+        """KV of the tokens from `start` to the last but one, as kept for the trajectory; None when it is not.
+
+        Of a request that the last step did not end it may lack the last tokens, fewer than `grain`.
+        """
         ...
 
     def kept(self, request: GenRequest, so_far: GenResult) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollart.config import GROUPS, Config, layout, limits, unshardable
+from rollart.data.places import TINY, model_said
 from rollart.errors import to_install
 from rollart.types import TaskSpec
 
@@ -37,6 +38,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
         f"{bounds.trajectories_per_batch} trajectories",
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
+        "model": model_said(config.model.name),
         "trainer": _trainer(config),
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
         "pools": _pools(placement),
@@ -46,6 +48,16 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
     }
     width = max(map(len, rows))
     return "\n".join(["# What follows from it", *(f"#   {name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def warnings(config: Config) -> list[str]:
+    """What a run can do but hardly means to, each in one line."""
+    if config.model.name == TINY and not config.model.warmup_steps:
+        return [
+            "model.warmup_steps: model 'tiny' has never seen text; without a warm-up it finds a valid action by chance "
+            "alone, and mostly learns nothing; set it, such as model.warmup_steps=800"
+        ]
+    return []
 
 
 def pools(rows: Sequence[PoolRow]) -> str:

@@ -158,9 +158,10 @@ class RunFolder:
         self._append(self._batches, msgspec.json.encode({"step": step, "groups": rows}) + b"\n")
 
     def write_trajectories(self, step: int, trajectories: Sequence[Trajectory], label: str = "step") -> None:
-        """`trajectories/<label>-<step>.txt` and `.jsonl`."""
+        """`trajectories/<label>-<step>.txt` and `.jsonl`; those of label "step" were trained on."""
         stem = f"trajectories/{label}-{step:06d}"
-        self.write(f"{stem}.txt", as_text(trajectories).encode("utf-8", "backslashreplace"))
+        text = as_text(trajectories, trained=label == "step")
+        self.write(f"{stem}.txt", text.encode("utf-8", "backslashreplace"))
         self.write(f"{stem}.jsonl", as_jsonl(trajectories))
 
     def write_summary(self, summary: Mapping[str, Any]) -> bool:

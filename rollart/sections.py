@@ -36,6 +36,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Constructor arguments, where `reward` names a class."""
     reward_scope: Literal["trajectory", "group"] = "trajectory"
     """`group`: the function gets the list of a group's trajectories and gives a list of numbers."""
+    success_reward: float | None = None
+    """The reward from which an episode counts as a success; default: the task's own, else 1."""
     tag: str = ""
     """Task domain for routing; default: NAME."""
     system_prompt: str | None = None

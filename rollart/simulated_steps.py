@@ -1,8 +1,8 @@
 """What the steps of a simulated run came to: counters from a moment on, and the result made of them.
 
 Invariant: every figure is of the time since `begin`; tokens that engines generated were trained on, or are wasted, or
-belong to trajectories that live on. What this file leaves out: running the simulation (`simulator.py`) and showing its
-result (`simulation.py`).
+belong to trajectories that another step could have trained on (unfinished). What this file leaves out: running the
+simulation (`simulator.py`) and showing its result (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Steps:
         )
 
     def result(self, end: Counters, classes: Mapping[str, str], trainer: str, living: dict[str, str]) -> Simulation:
-        """All but the events. `end`: when all was closed, up to which tokens are counted; times, ages and losses are of
-        the measured steps. Device classes: of each engine, also of those that died; of the trainer; of each worker that
-        is left."""
+        """All but the events. `end`: when all was closed, up to which generated tokens are counted; times, ages and
+        losses are of the measured steps, and what closing gave up after them is unfinished. Device classes: of each
+        engine, also of those that died; of the trainer; of each worker that is left."""
         config, began, last, steps = self._config, self._began, self._last, len(self._step_times)
         seconds = sum(self._step_times)
         waits = {name: s - began.waits_s.get(name, 0.0) for name, s in last.waits_s.items()}
@@ -132,7 +132,9 @@ class Steps:
             age_histogram=_counts(last.ages, began.ages),
             aborted=_counts(last.aborted, began.aborted),
             discarded=_counts(last.discarded, began.discarded),
-            wasted_tokens=_counts(end.wasted, began.wasted),
+            wasted_tokens=_counts(last.wasted, began.wasted),
+            unfinished_trajectories=_lost(end) - _lost(last),
+            unfinished_tokens=sum(end.wasted.values()) - sum(last.wasted.values()),
             generated_tokens=sum(each.generated_tokens for each in engines.values()),
             recomputed_tokens=sum(each.recomputed_tokens for each in engines.values()),
             cost_per_hour=cost,
@@ -145,6 +147,11 @@ class Steps:
             resources=living,
             events=[],
         )
+
+
+def _lost(counters: Counters) -> int:
+    """Trajectories that nobody trains on."""
+    return sum(counters.aborted.values()) + sum(counters.discarded.values())
 
 
 def cost_per_hour(config: Config) -> float:
@@ -182,6 +189,7 @@ def _compact(trajectory: Trajectory) -> TrainedTrajectory:
         prompts=[len(turn.observation) for turn in turns],
         responses=[len(turn.action) for turn in turns],
         seconds=dict(trajectory.seconds),
+        step_s=sum(turn.step_s for turn in turns),
     )
 
 

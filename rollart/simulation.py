@@ -24,6 +24,25 @@ SPENT = {
     "nothing_running": "waiting with nothing running",
 }
 """The parts of `Simulation.breakdown` in words; a part that is not listed speaks for itself."""
+WHOLE = "in whole trajectories that were aborted or discarded after their end, as the rows above say why"
+CAUSES = {
+    "stale": "older than alpha allows, before it was trained on",
+    "redundant": "enough others had finished",
+    "cancelled": "running when its group was dropped",
+    "cut short": "in a turn that was broken off, by an abort or with its engine",
+    "zero_variance": "all rewards of its group were equal (rollout.zero_variance)",
+    "group_dropped": "another member of its group failed too often",
+    "env_error": "reset or step failed, its retries too",
+    "reward_error": "its reward function failed",
+    "generation_error": "its engine died or failed",
+}
+"""Why work was lost, in words: causes of aborted and discarded trajectories, and of tokens for nobody."""
+MEANINGS = {
+    "tokens prefilled again": "prompts read once more, after an update of the weights or for lack of room",
+    "requests set back": "they gave up their KV to others, for lack of room",
+    "unfinished at the end, not lost": "running, or whole and waiting for a batch, when the last step ended",
+}
+"""Rows of the table of lost work that are no trajectories or tokens by cause."""
 WORTH_SHOWING = 0.0005
 """Share of the whole below which a row is left out of a table."""
 
@@ -38,8 +57,10 @@ class Simulation(Struct, frozen=True, kw_only=True):
     utilisation: "ROLE CLASS", such as "actor_gen H20" -> share of the time that these devices worked; "reward CLASS":
     of the time that they were reserved for rewards, or, where these are elastic, paid for.
     age_histogram: age -> trained trajectories. aborted, discarded: trajectories by cause. wasted_tokens: generated for
-    nobody, by why the trajectory ended. recomputed_tokens: prefilled again after an update or a lack of room;
-    preemptions: requests that lost their KV to others.
+    nobody, by why the trajectory ended. unfinished_trajectories, unfinished_tokens: running, or whole and waiting in
+    the buffer, when the last step ended; a longer run would have trained on most of them, so they are not wasted.
+    generated_tokens: by engines, trained on, wasted and unfinished ones. recomputed_tokens: prefilled again after an
+    update or a lack of room; preemptions: requests that lost their KV to others.
     cost_per_hour: of all pools, in units of `pools.NAME.cost`; cost_per_million_tokens: of trained tokens.
     share_of_possible: bound.step_s / step_s. trajectories: task -> means of turns, prompt_tokens, response_tokens and
     seconds by stage. longest: of each step, seconds by stage of the trained trajectory that took longest.
@@ -61,6 +82,8 @@ class Simulation(Struct, frozen=True, kw_only=True):
     aborted: dict[str, int]
     discarded: dict[str, int]
     wasted_tokens: dict[str, int]
+    unfinished_trajectories: int = 0
+    unfinished_tokens: int = 0
     generated_tokens: int
     recomputed_tokens: int
     preemptions: int
@@ -75,9 +98,9 @@ class Simulation(Struct, frozen=True, kw_only=True):
 
     @property
     def wasted_share(self) -> float:
-        """Tokens that were generated for nobody, of all that were generated."""
-        wasted = sum(self.wasted_tokens.values())
-        return wasted / self.generated_tokens if self.generated_tokens else 0.0
+        """Tokens that were generated for nobody, of all whose fate is known."""
+        known = self.generated_tokens - self.unfinished_tokens
+        return sum(self.wasted_tokens.values()) / known if known else 0.0
 
 
 def to_json(simulation: Simulation) -> bytes:
@@ -182,9 +205,22 @@ def _lost(simulation: Simulation) -> str:
         **{f"tokens generated for nobody: {cause}": count for cause, count in simulation.wasted_tokens.items()},
         "tokens prefilled again": simulation.recomputed_tokens,
         "requests set back": simulation.preemptions,
+        "unfinished at the end, not lost: trajectories": simulation.unfinished_trajectories,
+        "unfinished at the end, not lost: tokens": simulation.unfinished_tokens,
     }
     rows = [(name, f"{count:,}") for name, count in counts.items() if count]
-    return table([("LOST WORK", "NUMBER"), *rows]) if rows else ""
+    if not rows:
+        return ""
+    words = dict.fromkeys(_meaning(name) for name, _ in rows)
+    return "\n".join([table([("LOST WORK", "NUMBER"), *rows]), *(f"  {each}" for each in words if each)])
+
+
+def _meaning(row: str) -> str:
+    """What a row of the table of lost work counts."""
+    name, _, cause = row.partition(": ")
+    if name in MEANINGS:
+        return f"{name}: {MEANINGS[name]}"
+    return f"{cause}: {CAUSES.get(cause, WHOLE)}" if cause else ""
 
 
 def _trajectories(trajectories: Mapping[str, Mapping[str, float]]) -> str:

@@ -11,9 +11,10 @@ how a result is shown (`simulation.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,23 @@ def simulate(
 
     Raises ConfigError for a task, model or device class that is not known, and whatever ends a real run.
     """
+    return run_virtual(_prepared(config, timeline, on_step, profile).to_the_end())
+
+
+def check(config: Config) -> None:
+    """Whether `simulate` would begin: model, profile, tasks, pools, workers, faults. Raises as it does."""
+    run_virtual(_prepared(config).only_start())
+
+
+def _prepared(
+    config: Config, timeline: Timeline | None = None, on_step: OnStep | None = None, profile: Profile | None = None
+) -> Run:
     settings = config.simulate or SimulateConfig()
     if settings.warmup_steps >= config.steps:
         raise ConfigError(
             f"simulate.warmup_steps: {settings.warmup_steps} of {config.steps} steps leave none to measure; raise steps"
         )
-    run = Run(config, profile or load_profile(settings.profile), timeline, on_step)
-    return run_virtual(run.to_the_end())
+    return Run(config, profile or load_profile(settings.profile), timeline, on_step)
 
 
 def run(config: Config, trace: Path | None, json: Path | None) -> str:
@@ -122,8 +133,9 @@ def profiles_of(config: Config, profile: Profile) -> dict[str, TaskProfile]:
     for name in config.tasks:
         wanted = chosen.get(name, name)
         if wanted not in profile.tasks:
+            key = f"simulate.tasks.{toml.key(name)}" if name in chosen else f"tasks.{toml.key(name)}"
             raise ConfigError(
-                f"tasks.{toml.key(name)}: the profile has no task {wanted!r}{nearest(wanted, [*profile.tasks])}; "
+                f"{key}: the profile has no task {wanted!r}{nearest(wanted, [*profile.tasks])}; "
                 f'say which stands for it: simulate.tasks.{toml.key(name)} = "..."'
             )
         found[name] = profile.tasks[wanted]
@@ -180,12 +192,12 @@ class Run:
         timeline: Timeline | None = None,
         on_step: OnStep | None = None,
     ) -> None:
+        self._model = load_shape((config.simulate or SimulateConfig()).model)
         self._tasks = profiles_of(config, profile)
         self._config = config = _without_the_rest(config)
         self._profile = profile
         self._settings = config.simulate or SimulateConfig()
         self._timeline, self._on_step = timeline, on_step
-        self._model = load_shape(self._settings.model)
         self._ledger = Ledger()
         self._said: list[str] = []
         self._steps = Steps(config, profile, self._model)
@@ -196,12 +208,9 @@ class Run:
 
     async def to_the_end(self) -> Simulation:
         """Run, and say what came out. Raises what ends a real run."""
-        config = self._config
-        specs = specs_of(config, self._tasks)
-        self._runtime = SimulatedRuntime(config, self._profile, self._model, self._tasks, self._timeline)
-        async with started(config, "simulated", Path(), specs, Path(), {}, True, self._say, self._runtime) as workers:
+        specs = specs_of(self._config, self._tasks)
+        async with self._started(specs) as workers:
             relax_collector()
-            self._runtime.check()
             loop = self._assemble(workers, specs)
             faults = asyncio.ensure_future(self._strike())
             try:
@@ -213,6 +222,20 @@ class Run:
             trainer = workers.of_role("actor_train")[0].binding.device_class
             result = self._steps.result(end, self._runtime.engine_classes(), trainer, workers.classes)
         return replace(result, events=self._said)
+
+    async def only_start(self) -> None:
+        """Start all workers and end them. Raises what a run would that cannot begin."""
+        async with self._started(specs_of(self._config, self._tasks)):
+            pass
+
+    @contextlib.asynccontextmanager
+    async def _started(self, specs: dict[str, TaskSpec]) -> AsyncIterator[Workers]:
+        """All workers, and a config that names nothing that is not there."""
+        config = self._config
+        self._runtime = SimulatedRuntime(config, self._profile, self._model, self._tasks, self._timeline)
+        async with started(config, "simulated", Path(), specs, Path(), {}, True, self._say, self._runtime) as workers:
+            self._runtime.check()
+            yield workers
 
     def _assemble(self, workers: Workers, specs: dict[str, TaskSpec]) -> TrainingLoop:
         config, background, renderer = self._config, Background(), SimulatedRenderer()

@@ -15,9 +15,12 @@ import msgspec
 from rollart.types import Trajectory, Turn
 
 
-def as_text(trajectories: Iterable[Trajectory]) -> str:
-    """Conversations, one after another. Lines behind `|` have loss mask 0, those behind `>` mask 1 (trained on)."""
-    return "\n".join(_conversation(trajectory) for trajectory in trajectories)
+def as_text(trajectories: Iterable[Trajectory], trained: bool = True) -> str:
+    """Conversations, one after another. Lines behind `|` have loss mask 0, those behind `>` mask 1.
+
+    `trained`: a train step has consumed them; those of an evaluation teach nothing, and are told without masks.
+    """
+    return "\n".join(_conversation(trajectory, trained) for trajectory in trajectories)
 
 
 def as_jsonl(trajectories: Iterable[Trajectory]) -> bytes:
@@ -66,26 +69,28 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _conversation(trajectory: Trajectory) -> str:
+def _conversation(trajectory: Trajectory, trained: bool) -> str:
     reason = f"{trajectory.stop_reason} ({trajectory.cause})" if trajectory.cause else trajectory.stop_reason
     lines = [
         f"==== {trajectory.task}, seed {trajectory.seed}: reward {trajectory.reward:.3f}, {printable(reason)}",
         f"     {trajectory.trajectory_id} of {trajectory.group_id}, {_counted(len(trajectory.turns), 'turn')}, "
-        f"{_counted(trajectory.num_tokens, 'token')}, {trajectory.num_generated_tokens} of them trained on",
+        f"{_counted(trajectory.num_tokens, 'token')}, {trajectory.num_generated_tokens} of them "
+        f"{'trained on' if trained else 'generated'}",
     ]
     for index, turn in enumerate(trajectory.turns, start=1):
-        lines += _turn(index, turn)
+        lines += _turn(index, turn, trained)
     return "\n".join(lines) + "\n"
 
 
-def _turn(index: int, turn: Turn) -> list[str]:
+def _turn(index: int, turn: Turn, trained: bool) -> list[str]:
     versions = sorted(set(turn.versions))
     span = f", version {'-'.join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))}" if versions else ""
     ended = "" if turn.finish_reason == "stop" else f", ended by {turn.finish_reason}"
+    masked, learned = (", mask 0", ", mask 1") if trained else ("", "")
     return [
-        f"[{index}] environment, {_counted(len(turn.observation), 'token')}, mask 0",
+        f"[{index}] environment, {_counted(len(turn.observation), 'token')}{masked}",
         *_marked("|", turn.observation_text),
-        f"[{index}] model, {_counted(len(turn.action), 'token')}, mask 1{span}, reward {turn.reward:+.3f}{ended}",
+        f"[{index}] model, {_counted(len(turn.action), 'token')}{learned}{span}, reward {turn.reward:+.3f}{ended}",
         *_marked(">", turn.action_text),
     ]
 

@@ -438,6 +438,7 @@ def _recipes(
             own["device_class"] = binding.device_class
         elif config.engine == "vllm":
             own["tensor_parallel_size"] = len(binding.devices)
+            own["hands_over"] = "prefill" in config.roles
         elif config.engine == "http":
             own = {"url": server_urls(config)[_number(binding.worker)]}
         given = {name: value for name, value in config.engine_options.items() if name != "urls"}

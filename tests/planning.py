@@ -12,7 +12,7 @@ from typing import Any
 from rollart.config import Config, parse
 from rollart.errors import ConfigError
 from rollart.plan_report import report
-from rollart.planner import plan
+from rollart.planner import as_interrupt, plan
 from rollart.simulation import Simulation
 
 TOKENS = 1_000_000.0
@@ -147,7 +147,8 @@ def tell(line: str) -> None:
 
 def main() -> None:
     """A search with two processes, told line by line."""
-    tell(report(plan(made(), slowly, trials=1000, jobs=2, say=tell)))
+    with as_interrupt():
+        tell(report(plan(made(), slowly, trials=1000, jobs=2, say=tell)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The layers of the package, as import-linter knows them from pyproject.toml, and that the rules bite."""
+"""The layers of the package, as import-linter knows them from pyproject.toml, that the rules bite, and the rules of the
+suite itself."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,3 +58,9 @@ def test_a_forbidden_import_is_found(module: str, statement: str, complaint: str
     done = lint(copy)
     assert done.returncode == 1
     assert complaint in done.stdout
+
+
+def test_no_example_of_hypothesis_has_a_time_limit_or_depends_on_chance() -> None:
+    for profile in (settings(), settings(max_examples=1)):
+        assert profile.deadline is None
+        assert profile.derandomize

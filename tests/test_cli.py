@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 from msgspec import Struct
 
 from rollart import __version__
+from rollart.arguments import parsers
 from rollart.checks import nearest
 from rollart.cli import Parts, main
 from rollart.config import Config, parse
 from rollart.data.simulated.profile import load_profile, parse_profile
+from rollart.data.simulated.runtime import nodes_of
 from rollart.errors import ConfigError, EnvError, RollartError, WorkerError
 from rollart.profiling import Recorded
 from rollart.resource.placement import Placement, place
@@ -83,6 +86,13 @@ class FakeParts(Parts):
         pools = Pools(placed.pools)
         pools.bind("someone/inference-0", "actor_gen", "CPU")
         return pools.rows()
+
+
+class Simulating(FakeParts):
+    """Has the devices that a simulated cluster has."""
+
+    def place(self, config: Config) -> Placement | None:
+        return place(config, nodes_of(config))
 
 
 @pytest.fixture
@@ -163,6 +173,7 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   in memory     at most 24 groups, with those in training",
         "#   batch         16 groups x 8 = 128 trajectories",
         "#   mini-batches  1 per batch, of 16 groups",
+        "#   model         tiny, made on first use",
         "#   sampling      temperature 1, top_p 1, no top_k",
         "#   pools         CPU: 2 x CPU (cpu, 64 workers each)",
         "#   workers       actor_train 1 on CPU, actor_gen 1 on CPU, environment 1 on CPU, reward 1 on CPU",
@@ -170,6 +181,46 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
         "#   task maze     75% of the groups, at most 16 x 64 generated tokens, 1024 tokens in all",
     ):
         assert line in output
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("simulate.model=nope", "simulate.model: 'nope' is neither a shipped model nor a folder"),
+        ("simulate.profile=no.toml", "simulate.profile: no.toml: No such file or directory; name a file of"),
+        ("simulate.tasks.maze=nope", "simulate.tasks.maze: the profile has no task 'nope'; choose from frozenlake"),
+        ("simulate.tasks.moze=webshop", "simulate.tasks.moze: no task has this name; did you mean 'maze'?"),
+        ("simulate.prefill=H200", "simulate.prefill: no worker of actor_gen is on class 'H200'; did you mean 'H20'?"),
+        ("simulate.faults=[{at_s=1}]", "simulate.faults[0]: name one of pool, node and worker"),
+        ("simulate.faults=[{at_s=1,pool='H200'}]", "simulate.faults[0].pool: there is no pool 'H200'; did you mean"),
+        ("simulate.faults=[{at_s=1,node='H20-7'}]", "simulate.faults[0].node: there is no node 'H20-7'; did you mean"),
+        ("simulate.faults=[{at_s=1,worker='inference-9'}]", "simulate.faults[0].worker: there is no worker 'inferen"),
+        ("simulate.warmup_steps=5", "simulate.warmup_steps: 5 of 5 steps leave none to measure; raise steps"),
+    ],
+)
+def test_check_refuses_what_a_simulation_would_refuse(
+    word: str, line: str, toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = [
+        "simulate.tasks={maze='frozenlake',maths='webshop'}",
+        "pools={H800={count=2},H20={count=2}}",
+        "roles={actor_train={device_class='H800'},actor_gen={device_class='H20'}}",
+    ]
+    assert main(["check", toml, *cluster, "simulate.warmup_steps=0"], Simulating()) == 0
+    capsys.readouterr()
+    assert main(["check", toml, *cluster, word], Simulating()) == 2
+    assert f"rollart: error: {line}" in capsys.readouterr().err
+    assert main(["train", toml, *cluster, word], Simulating()) == 0
+
+
+def test_a_tiny_model_that_cannot_learn_is_told_in_one_line(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", toml], FakeParts()) == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith("rollart: warning: model.warmup_steps: model 'tiny' has never seen text")
+    assert warning.count("\n") == 1
+    for word in ("model.warmup_steps=1", "model.name=Qwen/Qwen3-0.6B"):
+        assert main(["check", toml, word], FakeParts()) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,12 +392,29 @@ def test_check_and_tasks_do_not_load_torch(tmp_path: Path) -> None:
     assert not heavy_imports("from rollart.cli import main\nassert main(['tasks']) == 0") & {"torch", "transformers"}
 
 
-def test_the_help_teaches_by_examples() -> None:
-    for words in ((), ("--help",), ("train", "--help")):
+@pytest.mark.parametrize("name", [*parsers()[1]])
+def test_the_help_of_a_command_ends_with_its_own_examples_which_can_be_typed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"], FakeParts()) == 0
+    output = capsys.readouterr().out
+    _, _, after = output.partition("\nexamples:\n")
+    examples = [line.split("   ")[0].strip() for line in after.splitlines() if line.startswith("  rollart ")]
+    assert 2 <= len(examples) <= 3
+    assert examples[0].startswith(f"rollart {name}")
+    assert output.count("rollart ") - output.count(f"rollart {name}") <= 2
+    assert ("section.key=value" in after) == ("CONFIG.toml key=value" in output)
+    for example in examples:
+        _, *words = shlex.split(example)
+        parsers()[0].parse_args(words)
+
+
+def test_the_help_shows_an_example_of_every_command() -> None:
+    for words in ((), ("--help",)):
         done = rollart(*words)
         assert done.returncode == 0
-        assert "rollart train configs/default.toml" in done.stdout
-        assert "rollart train --resume runs/latest" in done.stdout
+        for name in parsers()[1]:
+            assert f"\n  rollart {name}" in done.stdout
 
 
 def test_the_version_is_the_packages() -> None:
@@ -361,7 +429,7 @@ def test_a_traceback_is_shown_on_demand_only() -> None:
 def test_what_the_terminal_cannot_spell_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[tasks.sorting]\n[tasks."\u03a9"]\nenv = "sorting"\n', encoding="utf-8")
-    done = rollart("check", str(path), PYTHONIOENCODING="ascii:strict")
+    done = rollart("check", str(path), "model.warmup_steps=1", PYTHONIOENCODING="ascii:strict")
     assert (done.returncode, done.stderr) == (0, "")
     assert '[tasks."\\u03a9"]' in done.stdout
 

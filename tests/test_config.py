@@ -25,6 +25,7 @@ from rollart.config import (
     to_toml,
 )
 from rollart.errors import ConfigError
+from rollart.schedule import SCHEDULES
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
 
 BASE = "[tasks.frozenlake]\n"
@@ -63,11 +64,11 @@ def complaint(*overrides: str, text: str = BASE) -> str:
         ("rollout.top_p=1.5", "rollout.top_p: 1.5 is out of range; expected a number above 0 and of at most 1"),
         (
             "rollout.temperature=1e-300",
-            "rollout.temperature: 1e-300 is out of range; expected a number of at least 0.001 and of at most 1000",
+            "rollout.temperature: 1e-300 is out of range; expected a number from 0.001 to 1000",
         ),
-        ("train.learning_rate=inf", "train.learning_rate: must be finite, not inf"),
-        ("train.kl_coef=nan", "train.kl_coef: must be finite, not nan"),
-        ("alpha=5000", "alpha: 5000 is out of range; expected a number of at least 0 and of at most 1000"),
+        ("train.learning_rate=inf", "train.learning_rate: inf is out of range; expected a number above 0"),
+        ("train.kl_coef=nan", "train.kl_coef: nan is out of range; expected a number of at least 0"),
+        ("alpha=5000", "alpha: 5000 is no bound on staleness, which is a number of versions; give a number above 0"),
         ("log.name=42", 'log.name: expected text in quotes such as "42", got 42'),
         ("log.name=[1]", 'log.name: expected text in quotes such as "cpu", got a list'),
         ("log.tensorboard=yes", "log.tensorboard: expected true or false, got 'yes'"),
@@ -132,6 +133,18 @@ def test_a_config_without_tasks_says_how_to_add_one(text: str) -> None:
 @pytest.mark.parametrize("text", ["steps = ", "a = 1\na = 2\n", "x = " + "[" * 5000])
 def test_text_that_is_not_toml_is_a_config_error(text: str) -> None:
     assert "not valid TOML" in complaint(text=text)
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "-0.5", "nan", "inf", "-inf", "1000.5", "1e400", "x", '""', "true", "[1]", "{a=1}"]
+)
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
+def test_what_is_no_alpha_is_refused_with_what_the_schedule_takes(value: str, schedule: str) -> None:
+    why = complaint(f"schedule={schedule}", f"alpha={value}")
+    assert " is no bound on staleness, which is a number of versions; " in why
+    implied = SCHEDULES[schedule].alpha
+    rule = "give a number above 0, at most 1000, such as 1 or 0.5"
+    assert why.endswith(rule if implied is None else f"schedule {schedule!r} implies {implied:g}; leave alpha out")
 
 
 def test_combinations_that_cannot_work_say_what_would() -> None:
@@ -288,6 +301,7 @@ def test_a_serverless_table_belongs_to_a_task_or_to_all():
 
 
 FSDP = ("trainer=fsdp2", "roles.actor_train.workers=4")
+MEGATRON = ("trainer=megatron", "roles.actor_train.workers=8")
 BFLOAT16 = ("train.precision=bfloat16", "train.canary_tolerance=0.1")
 
 
@@ -299,9 +313,9 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
     assert shown(*FSDP) == "4 ranks = 4 data"
     assert shown("trainer=fsdp2", "roles.actor_train.workers={ H800 = 2, H20 = 2 }") == "4 ranks = 4 data"
     assert shown(*FSDP, "train.tensor_parallel=2") == "4 ranks = 2 data x 2 tensor"
-    megatron = ("trainer=megatron", "roles.actor_train.workers=8", "train.megatron={ pipeline_parallel = 2 }")
-    assert shown(*megatron, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
-    assert shown(*megatron[:2], "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
+    stages = "train.megatron={ pipeline_parallel = 2 }"
+    assert shown(*MEGATRON, stages, "train.tensor_parallel=2") == "8 ranks = 2 data x 2 tensor x 2 pipeline"
+    assert shown(*MEGATRON, "train.megatron.expert_parallel=4") == "8 ranks = 8 data, 4 expert"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +335,12 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
         ((*FSDP, "train.megatron.pipeline_parallel=2"), "train.megatron: trainer 'fsdp2' does not look at it; take"),
         (
             ("trainer=megatron", "roles.actor_train.workers=4", "train.megatron.expert_parallel=3"),
-            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers",
+            "train.megatron.expert_parallel: 3 does not divide the 4 ranks that hold equal layers; take 2",
+        ),
+        (
+            (*MEGATRON, "train.megatron={ pipeline_parallel = 2, context_parallel = 3 }"),
+            "roles.actor_train.workers: 8 do not divide into groups of 6 that hold the model together "
+            "(train.tensor_parallel, train.megatron); take a multiple of 6, such as 6",
         ),
         ((*FSDP, "train.tensor_parallel=2", "train.lora.r=4"), "train.lora: not together with train.tensor_parallel"),
         (("train.lora.r=4", "train.lora.targets=[]"), "train.lora.targets: no layer is adapted; name some, such as"),

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from rollart.console import LineView, LiveView, duration, engine_sentence, line, open_view, picture, trainer_sentence
+from rollart.control.evaluator import TaskResult
 from rollart.metrics import Status, TaskStatus
+from rollart.observer import successes
 
 BLOCK = "\u2587"
 
@@ -208,6 +210,16 @@ def test_a_line_tells_the_same_in_short() -> None:
         "loss 0.01234 | age 0: 800, 1: 200 | trainer idle 40%: generate"
     )
     assert line(Status(step=0, steps=5, phase="warm-up")) == "warm-up | step 0/5 | 0s | 0 tokens/s"
+
+
+def test_one_evaluation_is_one_value_and_two_are_a_way() -> None:
+    first, later = (TaskResult(8, 0, success, 0.5, 3.0, 9.0) for success in (0.06, 0.91))
+    shown = {}
+    for name, pair in {"none": (None, None), "one": (first, first), "two": (first, later)}.items():
+        shown[name] = line(status(tasks={"maze": TaskStatus(reward=0.5, success=0.25, **successes(*pair))}))
+    assert "eval" not in shown["none"]
+    assert "(eval 6%) |" in shown["one"]
+    assert "(eval 6% -> 91%) |" in shown["two"]
 
 
 def test_lines_come_per_step_but_not_faster_than_one_can_read_and_the_last_always() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -152,16 +153,37 @@ def searching() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
 
 
 @pytest.mark.e2e
-def test_ctrl_c_prints_the_best_so_far_and_leaves_no_process(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_signal_to_the_search_or_all_its_processes_prints_the_best_so_far_and_leaves_no_process(
+    send: Callable[[int, int], None],
+    number: signal.Signals,
     searching: tuple[subprocess.Popen[str], list[psutil.Process]],
 ) -> None:
     process, children = searching
-    os.killpg(process.pid, signal.SIGINT)
+    send(process.pid, number)
     output, _ = process.communicate(timeout=30)
-    assert "simulations, interrupted" in output
+    assert "simulations, interrupted: this is the best so far" in output
     assert process.returncode == 0
     assert len(children) >= 2
     assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.e2e
+def test_a_search_that_is_ended_by_sigterm_tells_its_progress_and_writes_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    words = ["configs/paper.toml", "steps=3", "rollout.groups_per_batch=4", "--jobs", "1", "--json", str(out)]
+    command = [sys.executable, "-m", "rollart", "plan", *words, "--out", str(tmp_path / "best.toml")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = [process.stderr.readline() for _ in range(5)]
+        process.terminate()
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert re.fullmatch(r"rollart: \d+m\d\ds \[1/100\] 1.000x, [\d,]+ tokens/s: the config as it is\n", told[1])
+    assert "simulations, interrupted: this is the best so far" in output
+    assert msgspec.json.decode(out.read_bytes())["interrupted"]
+    assert "Traceback" not in errors
 
 
 @pytest.mark.e2e

@@ -328,3 +328,14 @@ def test_a_trajectory_without_turns_or_with_odd_text_is_written_too() -> None:
     assert "env_error (reset: boom\\x07\\udcff)" in as_text([empty])
     assert json.loads(as_jsonl([empty]))["cause"] == "reset: boom\x07\\udcff"
     assert json.loads(as_jsonl([empty]))["tokens"] == []
+
+
+def test_a_transcript_of_an_evaluation_says_nothing_of_training(tmp_path: Path) -> None:
+    with RunFolder.create(config(tmp_path), []) as folder:
+        folder.write_trajectories(10, [trajectory()], label="eval")
+    text = (folder.path / "trajectories" / "eval-000010.txt").read_text()
+    assert "7 tokens, 3 of them generated\n" in text
+    assert "[1] environment, 3 tokens\n" in text
+    assert "[1] model, 2 tokens, version 3-4" in text
+    assert "trained" not in text
+    assert "mask" not in text

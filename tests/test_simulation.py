@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from rollart.bound import Bound
 from rollart.simulation import Simulation, report, table, to_json
+from rollart.types import StopReason
 from tests.planning import simulation
 
 FULL = simulation(
@@ -20,6 +23,9 @@ FULL = simulation(
     wasted_tokens={"stale": 250},
     recomputed_tokens=1234567,
     preemptions=2,
+    unfinished_trajectories=7,
+    unfinished_tokens=4321,
+    generated_tokens=5321,
     bound=Bound(62.0, {"training": 20.0, "rollout": 62.0}, "rollout: H20 arithmetic 80%"),
     share_of_possible=0.62,
     events=["12.0 s: 4 nodes go"],
@@ -41,13 +47,25 @@ def test_everything_is_told() -> None:
         "actor_train H800  0.2%",
         "trainer: generate   140.00    70%",
         "rollout: training    12.00     6%",
-        "trajectories aborted: stale                 3",
-        "tokens generated for nobody: stale        250",
-        "tokens prefilled again              1,234,567",
-        "requests set back                           2",
+        "trajectories aborted: stale                            3\n",
+        "tokens generated for nobody: stale                   250\n",
+        "tokens prefilled again                         1,234,567\n",
+        "requests set back                                      2\n",
+        "unfinished at the end, not lost: trajectories          7\n",
+        "unfinished at the end, not lost: tokens            4,321\n",
+        "\n  stale: older than alpha allows, before it was trained on\n",
+        "\n  requests set back: they gave up their KV to others, for lack of room\n",
+        "\n  unfinished at the end, not lost: running, or whole and waiting for a batch, when the last step ended\n",
         "12.0 s: 4 nodes go",
     ):
         assert line in text, text
+
+
+def test_every_cause_of_lost_work_has_its_words() -> None:
+    causes = [*get_args(StopReason), "zero_variance", "group_dropped", "cut short"]
+    text = report(simulation(aborted=dict.fromkeys(causes, 1), wasted_tokens=dict.fromkeys(causes, 1)))
+    for cause in causes:
+        assert text.count(f"\n  {cause}: ") == 1
 
 
 def test_ages_stand_in_order_of_their_numbers() -> None:
@@ -73,7 +91,7 @@ def test_json_keeps_every_field() -> None:
     assert msgspec.json.decode(to_json(FULL), type=Simulation) == FULL
 
 
-def test_the_share_of_waste_is_of_all_generated_tokens() -> None:
+def test_the_share_of_waste_is_of_all_tokens_whose_fate_is_known() -> None:
     assert FULL.wasted_share == 0.25
     assert simulation(generated_tokens=0).wasted_share == 0
 

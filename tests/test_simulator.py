@@ -139,9 +139,18 @@ def test_another_seed_gives_another_result() -> None:
 def test_every_generated_token_was_trained_on_or_is_wasted(overrides: list[str]) -> None:
     found = result(*overrides)
     trained = found.generated_per_step * found.steps
-    assert found.generated_tokens == trained + sum(found.wasted_tokens.values())
+    assert found.generated_tokens == trained + sum(found.wasted_tokens.values()) + found.unfinished_tokens
     assert found.bound is not None
     assert all(found.bound.step_s <= step_s * 1.0001 for step_s in found.step_times[1:])
+
+
+def test_what_still_waits_when_the_last_step_ends_is_unfinished_and_not_lost() -> None:
+    found = result("alpha=8", "rollout.zero_variance=keep")
+    assert (found.wasted_tokens, found.aborted, found.discarded, found.wasted_share) == ({}, {}, {}, 0)
+    assert found.unfinished_trajectories > 0
+    assert found.unfinished_tokens > 0
+    alternating = result("schedule=sync", "rollout.zero_variance=keep")
+    assert (alternating.unfinished_trajectories, alternating.unfinished_tokens) == (0, 0)
 
 
 def test_waste_before_the_first_measured_step_does_not_count() -> None:
@@ -158,6 +167,14 @@ def test_more_bandwidth_or_arithmetic_is_never_slower(schedule: str) -> None:
     usual = result(*words, profile=paper()).step_s
     for better in ({"decode": 1.0}, {"prefill": 1.0}, {"train": 0.3}, {"prefill": 1.0, "decode": 1.0, "train": 0.3}):
         assert result(*words, profile=paper(**better)).step_s <= usual * 1.01, better
+
+
+def test_stepping_together_or_apart_has_the_same_lower_bound() -> None:
+    words = ("rollout.zero_variance=keep", "tasks.webshop.max_turns=6")
+    together, apart = (result(f"schedule={name}", *words).bound for name in ("sync", "sync_plus"))
+    assert together is not None
+    assert apart is not None
+    assert together.parts["longest trajectory"] == pytest.approx(apart.parts["longest trajectory"], rel=1e-9)
 
 
 def test_environments_without_latency_make_lockstep_and_stepping_apart_equal() -> None:
@@ -413,7 +430,8 @@ def test_an_interrupt_ends_it_in_the_middle(tmp_path: Path) -> None:
 def test_odd_runs_end_well(overrides: list[str]) -> None:
     found = result("steps=2", *overrides)
     assert len(found.step_times) == 2
-    assert found.generated_tokens == found.generated_per_step * found.steps + sum(found.wasted_tokens.values())
+    trained = found.generated_per_step * found.steps
+    assert found.generated_tokens == trained + sum(found.wasted_tokens.values()) + found.unfinished_tokens
 
 
 def test_two_pools_of_one_class_stand_on_nodes_of_their_own() -> None:

@@ -102,7 +102,8 @@ class PrefillWorker(InferenceWorker):
         super()._resolve(result)
 
     def _hand_over(self, request: GenRequest, have: int, result: GenResult) -> Handoff:
-        start = min(have, len(request.prompt) + len(result.tokens) - 1)
+        grain = self._hands.grain
+        start = min(have, len(request.prompt) + len(result.tokens) - 1) // grain * grain
         payload, version = self._hands.payload(request, result, start), result.versions[-1]
         if payload is None:
             return Handoff(result, version)
@@ -225,5 +226,5 @@ def _handing_over(engine: Engine) -> HandsOver:
         return engine
     raise ConfigError(
         f"roles.prefill: {type(engine).__name__} cannot hand keys and values from one worker to another; take engine "
-        '"embedded", or leave the table out'
+        '"embedded" or "vllm", or leave the table out'
     )

@@ -19,6 +19,7 @@ environment are not used. What this file leaves out: which requests there are (`
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -220,8 +221,11 @@ class VLLMServer:
         try:
             for file in files:
                 await self._wire.post("/update_weights", {"update_info": {"file": str(file)}})
-        finally:
-            await self._wire.post("/finish_weight_update", {"weight_version": str(version)})
+        except GenerationError:
+            with contextlib.suppress(GenerationError):  # where the fault is vLLM's, it has ended the update itself
+                await self._wire.post("/finish_weight_update")
+            raise
+        await self._wire.post("/finish_weight_update", {"weight_version": str(version)})
         await self.forget()
 
     async def forget(self) -> None:

@@ -22,9 +22,9 @@ from rollart.errors import GenerationError, WeightsError, boundary
 from rollart.protocols import FrozenTensors, WeightStore, WorkerHandle
 from rollart.types import EngineStats, GenRequest, GenResult, Handoff, ParameterInfo
 
-TURNS_BETWEEN_STEPS = 8
+TURNS_BEFORE_STEP = 8
 """Turns of the event loop: a command passes through as many until its reply has left, and each costs microseconds. With
-fewer it takes several steps, while a trainer waits for it."""
+fewer it takes several steps, while a trainer waits for it; and the first step takes along what comes with a burst."""
 
 
 class InferenceWorker:
@@ -131,9 +131,10 @@ class InferenceWorker:
         while True:
             self._wake.clear()
             while self._engine.has_work():
-                self._step()
-                for _ in range(TURNS_BETWEEN_STEPS):
+                for _ in range(TURNS_BEFORE_STEP):
                     await asyncio.sleep(0)
+                if self._engine.has_work():
+                    self._step()
             await self._wake.wait()
 
     def _step(self) -> None:

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollart.data.places import TINY as TINY_NAME
+from rollart.data.places import model_place
 from rollart.errors import ConfigError, boundary
 from rollart.files import cache_folder
 
@@ -59,15 +61,10 @@ TINY_SEED = 20260
 
 def resolve(name: str) -> Path:
     """The folder of a model by `tiny`, path, or hub name. Raises ConfigError when there is none."""
-    if name == "tiny":
+    if name == TINY_NAME:
         return _tiny()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.name: {folder} has no config.json; give a folder in Hugging Face format")
-        return folder.resolve()
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name: no folder {name!r}; give 'tiny', a folder in Hugging Face format or a hub name")
+    if (folder := model_place(name)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,6 +1,7 @@
 """Which device class generates for which task: as declared, or (`auto`) decided and decided again by measurement. PURE.
 
-    explore   the first trajectories of a task go to every class in turn, later ones now and then
+    explore   the first trajectories of a task go to every class in turn, later ones now and then; nothing is decided
+              for a task before it has been measured on every class in enough turns over enough time (`turn_profile.py`)
     predict   seconds per turn of the whole mixture under an assignment of tasks to classes
     decide    the best assignment, for all tasks together: the class that a task likes best may be full with another
     stay      unless the gain is above a margin, twice in a row; what a dead class had moves at once
@@ -132,7 +133,7 @@ class Affinity:
         self, tag: str, device_class: str, num_prompt_tokens: int, result: GenResult, in_flight: int, now_s: float
     ) -> list[Change]:
         """A request has ended on a class, with `in_flight` there. What changes by it, already in `mapping`."""
-        self.profile.observe(tag, device_class, num_prompt_tokens, result, in_flight)
+        self.profile.observe(tag, device_class, num_prompt_tokens, result, in_flight, now_s)
         if self._began_s is None:
             self._began_s = self._decided_s = now_s
         self._now_s = now_s

@@ -27,7 +27,7 @@ from rollart.types import NodeInfo, PoolSpec
 CPU_SHARE = 64
 """Workers that share a CPU core by time, unless a pool says otherwise."""
 
-HANDING_OVER = ("embedded", "emulated")
+HANDING_OVER = ("embedded", "emulated", "vllm")
 """Engines whose requests can be read on one worker and decoded on another (`protocols.HandsOver`)."""
 
 WORKER_NAMES = {
@@ -70,15 +70,12 @@ def place(config: Config, nodes: Sequence[NodeInfo], roles: Iterable[str] = ROLE
     """Plan a run as it starts. Raises ConfigError, ResourceError."""
     specs = tuple(pool_specs(config.pools, nodes))
     pools = Pools(specs)
-    if "prefill" in config.roles and config.engine not in HANDING_OVER:
-        raise ConfigError(
-            f"roles.prefill: engine {config.engine!r} cannot hand KV from one worker to another; leave the table out, "
-            f"or take engine {' or '.join(map(repr, HANDING_OVER))}"
-        )
     # The widest first: a worker of a whole node finds none once small ones are on every node.
     wanted = sorted((each for role in roles for each in _workers(config, specs, role)), key=lambda it: -it.num_devices)
     for each in wanted:
         _bindable(pools, each)
+    if "prefill" in config.roles:
+        _check_handing_over(config, specs, [each for each in wanted if each.role in ("actor_gen", "prefill")])
     affinity = dict(config.affinity) if isinstance(config.affinity, dict) else {}
     generating = dict.fromkeys(each.device_class for each in wanted if each.role == "actor_gen")
     _check_affinity(affinity, pools, set(generating))
@@ -289,13 +286,41 @@ def _classes(config: Config, specs: Sequence[PoolSpec], role: str) -> list[str]:
 def _bindable(pools: Pools, wanted: Wanted) -> None:
     key = f"roles.{wanted.role}"
     try:
-        pools.bind(f"plan/{wanted.worker}", wanted.role, wanted.device_class, wanted.num_devices)
+        pools.bind(f"this config/{wanted.worker}", wanted.role, wanted.device_class, wanted.num_devices)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except ResourceError as error:
         raise ConfigError(
-            f"{key}: {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or share"
+            f"{key}: worker {wanted.worker}: {error}; ask for fewer workers or devices, or raise the pool's count or "
+            "share"
         ) from error
+
+
+def _check_handing_over(config: Config, specs: Sequence[PoolSpec], wanted: Sequence[Wanted]) -> None:
+    """Workers that read and workers that decode must be able to use one another's KV."""
+    if config.engine not in HANDING_OVER:
+        raise ConfigError(
+            f"roles.prefill: engine {config.engine!r} cannot hand KV from one worker to another; leave the table out, "
+            f"or take engine {' or '.join(map(repr, HANDING_OVER))}"
+        )
+    if config.engine != "vllm":
+        return
+    if config.engine_options.get("enable_prefix_caching") is False:
+        raise ConfigError(
+            "engine_options.enable_prefix_caching: false, but with roles.prefill workers must keep what they have of a "
+            "trajectory; leave it out"
+        )
+    if len({each.num_devices for each in wanted}) > 1:
+        raise ConfigError(
+            "roles.prefill.devices: vLLM divides KV among the devices of a worker; take as many as in "
+            "roles.actor_gen.devices"
+        )
+    devices = {spec.device_class: spec.device for spec in specs}
+    if len(kinds := {devices[each.device_class] for each in wanted}) > 1:
+        raise ConfigError(
+            f"roles.prefill.device_class: vLLM's KV on {' and on '.join(sorted(kinds))} differs; put both roles on "
+            "classes with the same device"
+        )
 
 
 def _check_figures(pools: Pools, wanted: Iterable[Wanted]) -> None:

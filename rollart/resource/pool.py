@@ -12,7 +12,7 @@ that died (`manager.py`), and where the state is kept (`store.py`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop
 from typing import Any
 
@@ -25,7 +25,7 @@ from rollart.errors import ConfigError, ResourceError
 from rollart.types import Binding, PoolSpec
 
 NAMED = 5
-"""Holders that an error line names before it counts the rest."""
+"""Runs that hold something, that an error line names before it counts the rest."""
 
 
 class PoolRow(Struct, frozen=True):
@@ -297,8 +297,9 @@ class Pools:
     def _why_not(self, device_class: str, wanted: int, avoid: Collection[str]) -> str:
         what = f"{wanted} device{'s' if wanted != 1 else ''}"
         rows = [row for row in self.rows() if row.device_class == device_class]
-        there = "; ".join(f"{row.node}: {row.total} in all, {row.free} free, {row.failed} failed" for row in rows)
-        held = sorted(holder for row in rows for holder in row.holders)
+        there = _there(rows)
+        workers = Counter(run for row in rows for run in _runs_of(row.holders))
+        held = [f"{run} ({number} worker{'s' if number != 1 else ''})" for run, number in sorted(workers.items())]
         holders = ", ".join(held[:NAMED]) + (f" and {len(held) - NAMED} more" if len(held) > NAMED else "")
         others = self.compatible(device_class)[1:]
         fallback = (
@@ -312,6 +313,22 @@ class Pools:
             + f", {fallback}"
             + (f"; held by {holders}" if holders else "")
         )
+
+
+def _there(rows: Sequence[PoolRow]) -> str:
+    """What nodes have, those that have the same together."""
+    alike: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
+    for row in rows:
+        alike[row.total, row.free, row.failed].append(row.node)
+    said = []
+    for (total, free, failed), nodes in alike.items():
+        who = nodes[0] if len(nodes) == 1 else f"each of {len(nodes)} nodes, {nodes[0]} to {nodes[-1]}"
+        said.append(f"{who}: {total} in all, {free} free, {failed} failed")
+    return "; ".join(said)
+
+
+def _runs_of(holders: Iterable[str]) -> Iterator[str]:
+    return (holder.rpartition("/")[0] for holder in holders)
 
 
 def _place(pool: str, node: str) -> str:

@@ -62,16 +62,23 @@ def open_store(url: str) -> MetadataStore:
 
     Raises ConfigError when the value names no store, ResourceError when the store cannot be reached.
     """
+    if (folder := folder_of(url)) is not None:
+        return FileStore(folder)
+    return MemoryStore() if url == "memory" else RedisStore(url)
+
+
+def folder_of(url: str) -> Path | None:
+    """The folder of a `resources.store` value, if it is one in files. Raises ConfigError when it names no store."""
     if url == "memory":
-        return MemoryStore()
+        return None
     with boundary(ConfigError, f"resources.store {url!r}"):
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     path = url.removeprefix("file:").removeprefix("//")
     if parts.scheme == "file" and path:
-        return FileStore(Path(path).expanduser())
+        return Path(path).expanduser()
     if parts.scheme in ("redis", "rediss") and host:
-        return RedisStore(url)
+        return None
     raise ConfigError(
         f"resources.store: {url!r} is not a store; take memory, file:/path/to/folder or redis://host:6379/0"
     )

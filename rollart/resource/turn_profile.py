@@ -19,13 +19,17 @@ from rollart.types import GenResult
 MEMORY = 64
 """Requests after which an old one weighs 1/e."""
 KEEP = 1 - 1 / MEMORY
-ENOUGH = 4
-"""Requests of a task on a class from which its seconds are an estimate."""
+START_S = 1.0
+"""What ends so soon after the first request of a task on a class is not measured: engines that start are slow."""
+ENOUGH, ENOUGH_S = 16, 2.0
+"""Requests measured of a task on a class, and seconds since its first there, from which its seconds are an estimate:
+few requests are chance, and many at one moment say what that moment was like."""
 
 
 class OnClass(Struct):
-    """Decaying sums of one task on one class; `num_requests` counts all."""
+    """Decaying sums of one task on one class; `num_requests` counts all, `span_s`: seconds since its first there."""
 
+    span_s: float = 0.0
     num_requests: int = 0
     requests: float = 0.0
     prefilled_tokens: float = 0.0
@@ -36,13 +40,15 @@ class OnClass(Struct):
 
 
 class OfTask(Struct):
-    """Decaying sums of one task. `share`: its part of all turns lately, not yet divided by the others'."""
+    """Decaying sums of one task. `share`: its part of all turns lately, not yet divided by the others'. `first_s`: when
+    its first request on each class ended."""
 
     share: float = 0.0
     turns: float = 0.0
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
     response_tokens: float = 0.0
+    first_s: dict[str, float] = field(default_factory=dict)
     on: dict[str, OnClass] = field(default_factory=dict)
 
 
@@ -66,7 +72,9 @@ class Profile:
         self.unmeasured = 0
         self._tasks: dict[str, OfTask] = {}
 
-    def observe(self, tag: str, device_class: str, num_prompt_tokens: int, result: GenResult, in_flight: int) -> None:
+    def observe(
+        self, tag: str, device_class: str, num_prompt_tokens: int, result: GenResult, in_flight: int, now_s: float
+    ) -> None:
         """One request has ended, with `in_flight` there at that moment. Aborted, failed, untimed ones do not count."""
         if result.finish_reason not in ("stop", "length"):
             return
@@ -82,7 +90,11 @@ class Profile:
         task.prompt_tokens = task.prompt_tokens * KEEP + num_prompt_tokens
         task.cached_tokens = task.cached_tokens * KEEP + result.cached_tokens
         task.response_tokens = task.response_tokens * KEEP + len(result.tokens)
-        _add(task.on.setdefault(device_class, OnClass()), num_prompt_tokens, result)
+        span_s = now_s - task.first_s.setdefault(device_class, now_s)
+        if span_s >= START_S:
+            there = task.on.setdefault(device_class, OnClass())
+            there.span_s = span_s
+            _add(there, num_prompt_tokens, result)
 
     @property
     def tags(self) -> list[str]:
@@ -92,7 +104,7 @@ class Profile:
     def knows(self, tag: str, classes: Collection[str]) -> bool:
         """Whether a task's seconds can be estimated on all of these classes."""
         task = self._tasks.get(tag)
-        return task is not None and all(name in task.on and task.on[name].num_requests >= ENOUGH for name in classes)
+        return task is not None and all(name in task.on and _is_enough(task.on[name]) for name in classes)
 
     def share(self, tag: str) -> float:
         """Its part of all turns."""
@@ -120,6 +132,7 @@ class Profile:
             "on": {
                 name: {
                     "requests": there.num_requests,
+                    "measured_s": there.span_s,
                     "queue_s": there.queue_s / there.requests,
                     "prefill_s": self.turn(tag, name).prefill_s,
                     "decode_s": self.turn(tag, name).decode_s,
@@ -127,6 +140,10 @@ class Profile:
                 for name, there in task.on.items()
             },
         }
+
+
+def _is_enough(there: OnClass) -> bool:
+    return there.num_requests >= ENOUGH and there.span_s >= ENOUGH_S
 
 
 def _add(there: OnClass, num_prompt_tokens: int, result: GenResult) -> None:

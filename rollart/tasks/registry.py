@@ -227,7 +227,7 @@ def _spec(config: Config, task: TaskConfig, name: str) -> TaskSpec:
         step_timeout_s=task.step_timeout_s,
         reward_deadline_s=serverless_of(config, name).deadline_s,
         env_retries=task.env_retries,
-        success_reward=definition.success_reward,
+        success_reward=definition.success_reward if task.success_reward is None else task.success_reward,
     )
 
 

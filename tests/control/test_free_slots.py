@@ -200,7 +200,7 @@ class TheProtocol(RuleBasedStateMachine):
 
 
 TestTheProtocol = TheProtocol.TestCase
-TestTheProtocol.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
+TestTheProtocol.settings = settings(max_examples=100, stateful_step_count=60)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

@@ -201,7 +201,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
+TestAnyOrderOfEvents.settings = settings(max_examples=80, stateful_step_count=60)
 
 
 # ------------------------------------------------------------------------------------------------- the rules, singly

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.tiny_models import TinyModel, make_tiny_models
 
-pytest.register_assert_rewrite("tests.data.engine_contract")
+pytest.register_assert_rewrite("tests.data.engine_contract", "tests.data.handoff_contract")
 
 
 @pytest.fixture(scope="session")

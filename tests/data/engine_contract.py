@@ -37,7 +37,8 @@ class Kind:
 
     `block_tokens`: prefixes are reused in whole blocks of so many. `keeps`: why what idle trajectories leave behind is
     neither counted nor given up at their release; "" where it is. `unfiltered`: why it refuses top-k and top-p.
-    `counts_calls`: its steps are calls. `forget`: how the next request finds nothing of one.
+    `counts_calls`: its steps are calls. `forget`: how the next request finds nothing of one. `redraws`: why another
+    draw follows where a request goes on that had begun elsewhere; "" where seed, trajectory and position decide.
     """
 
     name: str
@@ -46,10 +47,16 @@ class Kind:
     unfiltered: str = ""
     counts_calls: bool = False
     forget: Callable[[Engine, GenRequest], None] = release
+    redraws: str = ""
 
     def whole(self, num_tokens: int) -> int:
         """How many of so many common tokens are reused."""
         return num_tokens // self.block_tokens * self.block_tokens
+
+    @property
+    def sampled(self) -> Sampling:
+        """What is the same wherever it is drawn."""
+        return GREEDY if self.redraws else SAMPLED
 
     @property
     def extra(self) -> int:

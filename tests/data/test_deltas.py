@@ -61,7 +61,7 @@ def test_small_steps_of_floats_take_little_room(codec: Codec) -> None:
     assert applied(base, change) == new.tobytes()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_difference_raises_or_gives_other_bytes_never_a_crash(data: st.DataObject) -> None:
     base, new = bytes(3 * BLOCK_BYTES), bytes(BLOCK_BYTES) + b"new" * 3000 + bytes(3 * BLOCK_BYTES)
@@ -108,7 +108,7 @@ class Writer:
         self.store.publish(len(self.past) - 1, self.now.items())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_readers_at_random_places_of_random_chains_get_exactly_what_was_published(data: st.DataObject) -> None:
     shelf, num_deltas, keep = MemoryShelf(), data.draw(st.integers(0, 6)), data.draw(st.integers(2, 5))
@@ -126,7 +126,7 @@ def test_readers_at_random_places_of_random_chains_get_exactly_what_was_publishe
             assert all(torch.equal(got[name], writer.past[version][name]) for name in SHAPES)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_flipped_bit_of_a_chain_is_found_by_whoever_reads_through_it(data: st.DataObject) -> None:
     shelf = MemoryShelf()

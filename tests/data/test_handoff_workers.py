@@ -20,8 +20,8 @@ from rollart.data.runtime import InlineRuntime
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, GenerationError
 from rollart.types import GenRequest, GenResult, Sampling
-from tests.data.test_engine_contract import GREEDY, SAMPLED, ask, assert_same, close, prompts
-from tests.data.test_handoff import nothing
+from tests.data.engine_contract import GREEDY, SAMPLED, MakeEngine, ask, assert_same, close, prompts
+from tests.data.handoff_contract import nothing
 from tests.data.test_inference_worker import CountingEngine, Shelf
 from tests.data.tiny_models import TinyModel
 
@@ -36,7 +36,9 @@ def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
 class Lab:
     """`reader` and `writer` behind `proxy`; `both` does all of it alone. `files`: what lies between the two."""
 
-    def __init__(self, folder: Path, model: TinyModel, share: bool = True, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, model: TinyModel, share: bool = True, engine: str | MakeEngine = "embedded", **options: Any
+    ) -> None:
         self.parcels, self.model = folder / "parcels", model
         self.parcels.mkdir()
         self.runtime, self.background = InlineRuntime(), Background()
@@ -44,7 +46,7 @@ class Lab:
         FileWeightStore(**weights).publish(1, model.weights(other=True))
         self._made = {
             "model_folder": model.folder,
-            "engine": "embedded",
+            "engine": engine,
             "engine_options": {"slots": 8, "max_model_tokens": 128, **options},
             "weights": weights,
         }
@@ -95,12 +97,14 @@ async def everyone(proxy: LLMProxy, requests: list[GenRequest]) -> list[GenResul
     return list(await asyncio.gather(*(proxy.generate(request) for request in requests)))
 
 
-async def turns(proxy: LLMProxy, between: Callable[[], Awaitable[None]] | None = None) -> list[GenResult]:
+async def turns(
+    proxy: LLMProxy, between: Callable[[], Awaitable[None]] | None = None, first: Sampling = SAMPLED, shortest: int = 1
+) -> list[GenResult]:
     """Six trajectories of three turns each, at once."""
-    histories = prompts(6, shortest=1)
+    histories = prompts(6, shortest=shortest, longest=shortest + 29)
     found: list[GenResult] = []
     for turn in range(3):
-        sampling = GREEDY if turn % 2 else SAMPLED
+        sampling = GREEDY if turn % 2 else first
         requests = [ask(f"{turn}{i}", history, sampling, f"t{i}") for i, history in enumerate(histories)]
         results = await everyone(proxy, requests)
         new = prompts(6, seed=turn, shortest=1, longest=6)

@@ -225,6 +225,7 @@ def test_suspend_stops_steps_and_resume_goes_on() -> None:
 def test_update_with_requests_in_flight_switches_their_versions() -> None:
     async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
         task = asyncio.create_task(worker.generate(ask("a", 3000)))
+        await until(lambda: engine.num_steps >= 3)
         await worker.prefetch(1)
         await worker.suspend()
         await worker.update(1)
@@ -234,6 +235,22 @@ def test_update_with_requests_in_flight_switches_their_versions() -> None:
         assert result.versions == sorted(result.versions)
         assert store.fetched == [1]
         assert engine.log[1:] == ["update 1 ['w']"]
+
+    serve(scenario)
+
+
+def test_a_command_is_answered_after_the_step_that_runs_and_its_answer_leaves_before_the_next_one() -> None:
+    async def scenario(worker: InferenceHandle, engine: CountingEngine, store: Shelf) -> None:
+        task = asyncio.create_task(worker.generate(ask("a", 3000)))
+        await until(lambda: engine.num_steps >= 3)
+        for command in (worker.stats, lambda: worker.prefetch(1), worker.suspend, lambda: worker.update(1)):
+            before = engine.num_steps
+            await command()
+            assert engine.num_steps <= before + 1
+        before = engine.num_steps
+        await worker.resume()
+        assert engine.num_steps == before
+        task.cancel()
 
     serve(scenario)
 

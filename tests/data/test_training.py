@@ -9,8 +9,11 @@ import sys
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from rollart.config import parse
 from rollart.data import roles
+from rollart.data.trainers import check_installed
 from rollart.data.training import RemoteTrainer, TrainWorker
 from rollart.data.weights import FileWeightStore
 from rollart.errors import ConfigError, RankError, RewardError, WeightsError, WeightsLost, WorkerDied
@@ -293,6 +296,13 @@ def test_an_unknown_trainer_is_refused_before_a_model_is_loaded(tmp_path):
         roles.training(
             "nowhere", "fsdp3", {}, "cpu", 1.0, 0, {"folder": str(tmp_path), "bucket_bytes": 1024, "keep": 2}
         )
+
+
+def test_a_check_of_the_config_knows_which_trainers_are_here():
+    config = parse("[tasks.frozenlake]\n")
+    check_installed(config)
+    with pytest.raises(ConfigError, match="trainer: unknown 'fsdp3'; did you mean 'fsdp2'"):
+        check_installed(replace(config, trainer="fsdp3"))
 
 
 def test_the_handle_and_the_place_of_weights_import_without_torch():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from rollart.data.engines import create_engine
-from rollart.data.engines.vllm import News, VLLMEngine
+from rollart.data.engines.vllm import VLLMEngine
+from rollart.data.engines.vllm_seam import News, Parcel
 from rollart.errors import ConfigError, GenerationError, WeightsError
+from rollart.protocols import Payload
 from rollart.types import GenRequest, GenResult, Sampling
 from tests.data.tiny_models import VOCABULARY, TinyModel
 
@@ -22,6 +24,9 @@ class Counting:
 
     def __init__(self, model_folder: str, **arguments: Any) -> None:
         self.arguments, self.vocabulary = arguments, len(VOCABULARY)
+        self.block_tokens, self.block_bytes = 4, 40
+        self.parcels: dict[str, list[Parcel | None]] = {}
+        self.leaving: set[str] = set()
         self.running: dict[str, list[int]] = {}
         self.seeds: dict[str, list[int]] = {}
         self.scored: str = ""
@@ -32,8 +37,21 @@ class Counting:
     def num_requests(self) -> int:
         return len(self.running)
 
-    def add(self, request_id: str, tokens: list[int], sampling: Sampling, max_tokens: int, seed: int) -> None:
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        leaves: bool = False,
+        parcel: Parcel | None = None,
+    ) -> None:
+        if 13 in sampling.stop_token_ids:
+            raise ValueError("13 brings bad luck")
         self.running[request_id] = tokens
+        self.parcels.setdefault(request_id, []).append(parcel)
+        self.leaving |= {request_id} if leaves else set()
         self.seeds.setdefault(request_id, []).append(seed)
 
     def score(self, request_id: str, tokens: list[int]) -> None:
@@ -49,9 +67,15 @@ class Counting:
 
     def _advance(self, request_id: str, tokens: list[int]) -> News:
         if request_id == self.scored:
-            return News(request_id, [0], [-1.0], 0, "length", [-0.5] * (len(tokens) - 1))
+            return News(request_id, [0], [-1.0], 0, "length", [-0.5] * (len(tokens) - 1), [])
         tokens.append(len(tokens))
-        return News(request_id, tokens[-1:], [self.logprob], 0, self.ends, [])
+        return News(request_id, tokens[-1:], [self.logprob], 0, self.ends, [], [5, 6] * (request_id in self.leaving))
+
+    def cached(self, tokens: list[int]) -> list[int]:
+        return []
+
+    def read(self, block_ids: Sequence[int]) -> Payload:
+        return bytes(len(block_ids) * self.block_bytes)
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         assert not self.running
@@ -183,6 +207,12 @@ def test_with_sleep_mode_the_memory_is_free_while_suspended(model: TinyModel, co
     engine.resume()
     assert finish(engine)["a"].versions == [0] + [1] * 7
     assert cores[0].log[1:6] == ["sleep", "wake weights", f"load {len(model.weights())}", "forget", "wake"]
+    engine.suspend()
+    engine.suspend()
+    engine.logprobs([1, 2])
+    engine.resume()
+    engine.resume()
+    assert cores[0].log[-5:] == ["sleep", "wake", f"step ['{cores[0].scored}']", "sleep", "wake"]
 
 
 def test_logprobs_are_scored_in_between_and_what_ends_meanwhile_is_not_lost(
@@ -225,6 +255,17 @@ def test_a_request_that_vllm_gives_up_or_makes_no_sense_of_fails(engine: VLLMEng
     assert cores[0].log.count("clean") == 1
 
 
+def test_a_request_that_vllm_refuses_fails_alone(engine: VLLMEngine) -> None:
+    engine.add(ask("a", 2))
+    engine.add(ask("b", stop_token_ids=(13,)))
+    results = finish(engine)
+    assert results["a"].finish_reason == "length"
+    assert (results["b"].finish_reason, results["b"].error) == (
+        "error",
+        "vLLM refuses the request: 13 brings bad luck",
+    )
+
+
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
 def test_temperatures_that_vllm_would_change_are_refused(engine: VLLMEngine, temperature: float) -> None:
     with pytest.raises(GenerationError, match=r"vLLM takes 0, or 0.01 to 2"):
@@ -242,3 +283,67 @@ def test_more_tokens_than_positions_are_refused(model: TinyModel, cores: list[Co
 def test_where_vllm_is_not_installed_the_error_says_how_it_gets_there(model: TinyModel) -> None:
     with pytest.raises(ConfigError, match=r"engine: 'vllm' is not installed; .*make env-production"):
         create_engine("vllm", model.folder, {"max_model_tokens": 64})
+
+
+# ------------------------------------------------------------------------------------------- reading, decoding apart
+def read(request: GenRequest) -> GenResult:
+    """What another engine made of a request."""
+    return GenResult(request.request_id, [7], [-0.5], [0], "handoff")
+
+
+def long(name: str) -> GenRequest:
+    return GenRequest(name, f"t-{name}", list(range(1, 11)), Sampling(max_tokens=8))
+
+
+def test_what_a_request_leaves_can_be_had_until_the_next_step(engine: VLLMEngine, cores: list[Counting]) -> None:
+    request = long("a")
+    engine.add_prefill(request, GenResult("a", [], [], [], "handoff"))
+    engine.add(ask("b"))
+    (result,) = engine.step()
+    assert (result.tokens, result.finish_reason) == ([10], "handoff")
+    for start, num_blocks in ((0, 2), (4, 1)):
+        payload = engine.payload(request, result, start)
+        assert payload is not None
+        assert len(payload) == 40 * num_blocks
+    engine.step()
+    assert engine.payload(request, result, 0) is None
+    assert cores[0].leaving == {"a"}
+
+
+@pytest.mark.parametrize(("num_blocks", "end"), [(3, 10), (2, 8), (1, 4)])
+def test_what_arrives_goes_to_vllm_once_as_far_as_it_reaches(
+    engine: VLLMEngine, cores: list[Counting], num_blocks: int, end: int
+) -> None:
+    request = long("a")
+    engine.add_decode(request, read(request), 0, bytes(40 * num_blocks))
+    assert finish(engine)["a"].tokens == [7, *range(11, 18)]
+    assert cores[0].parcels == {"a": [Parcel(0, end, bytearray(40 * num_blocks))]}
+
+
+def test_what_arrived_is_forgotten_with_the_weights_that_it_was_computed_with(
+    engine: VLLMEngine, model: TinyModel, cores: list[Counting]
+) -> None:
+    for name in "abc":
+        engine.add_decode(long(name), read(long(name)), 8, bytes(40))
+    engine.step()
+    assert [cores[0].parcels[name][0] for name in "ab"] == [Parcel(8, 10, bytearray(40))] * 2
+    engine.update(1, model.weights())
+    assert finish(engine)["c"].received_tokens == 0
+    assert [cores[0].parcels[name][-1] for name in "abc"] == [None] * 3
+
+
+def test_an_abort_takes_what_arrived_along(engine: VLLMEngine, cores: list[Counting]) -> None:
+    engine.add_decode(long("a"), read(long("a")), 0, bytes(120))
+    aborted = engine.abort("a")
+    assert aborted is not None
+    assert (aborted.tokens, aborted.finish_reason) == ([7], "abort")
+    engine.add(long("a"))
+    finish(engine)
+    assert cores[0].parcels == {"a": [None]}
+
+
+@pytest.mark.parametrize(("start", "num_bytes"), [(0, 41), (3, 40), (0, 160), (8, 80)])
+def test_what_cannot_be_blocks_of_the_request_is_refused(engine: VLLMEngine, start: int, num_bytes: int) -> None:
+    with pytest.raises(GenerationError, match=r"but a block of 4 tokens has 40: .* another model or dtype"):
+        engine.add_decode(long("a"), read(long("a")), start, bytes(num_bytes))
+    assert not engine.has_work()

@@ -31,7 +31,7 @@ async def received(chunks: list[bytes]) -> list[bytes]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_frames_arrive_whole_however_the_stream_is_cut(payloads: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(HEADER.pack(len(payload)) + payload for payload in payloads)

@@ -12,7 +12,7 @@ from rollart.cli import main
 pytestmark = pytest.mark.e2e
 
 CONFIG = """
-steps = 2
+steps = 3
 runtime = "inline"
 engine = "emulated"
 affinity = "auto"
@@ -31,7 +31,7 @@ env = "synthetic"
 max_turn_tokens = 16
 options = { turns_min = 1, turns_max = 1 }
 [rollout]
-groups_per_batch = 4
+groups_per_batch = 8
 group_size = 4
 zero_variance = "keep"
 [eval]

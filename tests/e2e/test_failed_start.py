@@ -16,7 +16,8 @@ def test_a_start_that_fails_leaves_its_reason_and_the_latest_run_as_it_was(confi
     model = lab.folder / "model"
     if config:
         model.mkdir()
-        (model / "config.json").write_text(config)
+        for name in ("config.json", "tokenizer.json"):
+            (model / name).write_text(config)
     (lab.run.parent / "before").mkdir(parents=True)
     latest = lab.run.parent / "latest"
     latest.symlink_to("before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,27 +11,19 @@ import pytest
 
 from rollart.cli import main
 from rollart.data.simulated.profile import load_profile
+from rollart.report import warnings
 from rollart.run_folder import checkpoints, resolved_config
 from tests.e2e.laboratory import Laboratory, batches, check_audit, lines, summary
 
 pytestmark = pytest.mark.e2e
 
-KEYS = {
-    "outcome",
-    "tasks",
-    "steps",
-    "trajectories",
-    "tokens",
-    "wall_s",
-    "cpu_s",
-    "overlap",
-    "waits_s",
-    "age_histogram",
-    "aborted",
-    "alpha",
-    "schedule",
-    "peak_rss_bytes",
-}
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", re.MULTILINE)
+
+
+def documented() -> dict[str, str]:
+    """Key of summary.json -> what docs/run-folder.md says of it."""
+    _, _, table = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text().partition("## `summary.json`")
+    return {key: said for keys, said in ROW.findall(table) for key in re.findall(r"\w+", keys)}
 
 
 def test_the_reward_rises(trained: Path) -> None:
@@ -44,9 +37,9 @@ def test_the_reward_rises(trained: Path) -> None:
 
 def test_the_summary_accounts_for_the_run(trained: Path) -> None:
     found = summary(trained)
-    assert set(found) >= KEYS
     assert found["outcome"] == "completed"
-    assert found["problems"] == []
+    assert found["problems"] == warnings(resolved_config(trained))
+    assert "model 'tiny' has never seen text" in found["problems"][0]
     assert found["steps"] == 14
     assert found["trajectories"] == sum(found["age_histogram"].values()) == 14 * 4 * 6
     assert found["tokens"] > found["trajectories"]
@@ -56,6 +49,15 @@ def test_the_summary_accounts_for_the_run(trained: Path) -> None:
     assert found["cpu_s"] > 0
     assert all(seconds >= 0 for seconds in found["waits_s"].values())
     assert (found["alpha"], found["schedule"]) == (1, "rollart")
+
+
+def test_every_key_of_the_summary_is_documented_and_no_other(trained: Path) -> None:
+    found, said = summary(trained), documented()
+    assert set(said) - set(found) == {"prefill"}  # written where prompts are read apart
+    assert set(found) <= set(said)
+    for key in ("groups", "resources"):
+        assert [each for each in found[key] if f"`{each}`" not in said[key]] == []
+    assert [each for each in found["tasks"]["shouting"] if f"`{each}`" not in said["tasks"]] == []
 
 
 def test_nothing_is_older_than_alpha_or_trained_twice(trained: Path) -> None:

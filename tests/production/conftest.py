@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from rollart.data.engines.vllm import Core, VLLMEngine, start_here
+from rollart.data.engines.vllm import VLLMEngine
+from rollart.data.engines.vllm_seam import Core, start_here
 from tests.data.tiny_models import TinyModel, make_tiny_models
 
-pytest.register_assert_rewrite("tests.data.engine_contract")
+pytest.register_assert_rewrite("tests.data.engine_contract", "tests.data.handoff_contract")
 
-NEEDS = {"test_vllm": "vllm"}
+NEEDS = {"test_vllm": "vllm", "test_lora": "peft", "test_megatron": "megatron"}
 """Beginning of a file's name -> the package that its tests need."""
 HERE = Path(__file__).parent
-SMALL = {"kv_cache_memory_bytes": 8 << 20, "block_size": 32}
+SMALL = {"kv_cache_memory_bytes": 8 << 20, "block_size": 32, "hands_over": True}
+"""vLLM has one KV connector for a process: where one engine has it, all have. Whole runs show those without."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -20,6 +21,15 @@ MODULE = "rollart.data.stores.mooncake_node"
 HOST = "127.0.0.1"
 CLIENT_TTL_S = 3
 PATIENCE_S = CLIENT_TTL_S + 2.0
+
+
+def have_mooncake() -> bool:
+    """Whether Mooncake is installed, with all libraries that it needs."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError:
+        return False
+    return True
 
 
 class Store:

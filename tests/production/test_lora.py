@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import safetensors.torch
 import torch
@@ -18,8 +16,7 @@ from tests.data.trainers.batches import BAD, GOOD, batch
 from tests.data.trainers.rank_group import RankGroup
 from tests.data.trainers.tiny import save_model
 from tests.e2e.laboratory import Laboratory, check_audit
-
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: make test-production")
+from tests.production.mooncake_processes import have_mooncake
 
 LORA = LoraConfig(r=4, alpha=8.0, targets=["q_proj", "v_proj", "o_proj", "down_proj"])
 OPTIONS = TrainConfig(
@@ -111,11 +108,26 @@ def test_two_ranks_train_the_adapter_of_one_process_and_one_rank_goes_on(folder,
         group.close()
 
 
-@pytest.mark.timeout(300)
-def test_a_run_sends_adapters_passes_its_canary_and_goes_on_from_its_checkpoint(tmp_path):
+RANKS = ("runtime=local", "trainer=fsdp2")
+MOONCAKE = pytest.mark.skipif(not have_mooncake(), reason="no Mooncake here: make test-production")
+
+
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        ((), ()),
+        (("weights.delta=2",), ("weights.delta=0",)),
+        ((*RANKS, "roles.actor_train.workers=2"), (*RANKS, "roles.actor_train.workers=1")),
+        pytest.param(("weights.store=mooncake",), ("weights.store=mooncake", "weights.delta=2"), marks=MOONCAKE),
+        (("roles.prefill={}",), ()),
+    ],
+)
+def test_a_run_sends_adapters_passes_its_canary_and_goes_on_from_its_checkpoint(words, then, tmp_path):
+    """Whatever the store, and on another number of ranks than before."""
     lab = Laboratory(tmp_path)
-    words = ("train.lora={ r = 2, targets = ['q_proj', 'down_proj'] }", "train.learning_rate=1e-2")
-    assert train(lab.config(*words)) == 0
-    assert train(lab.config(*words, "steps=4"), resume=lab.run) == 0
+    common = ("train.lora={ r = 2, targets = ['q_proj', 'down_proj'] }", "train.learning_rate=1e-2")
+    assert train(lab.config(*common, *words)) == 0
+    assert train(lab.config(*common, *then, "steps=4"), resume=lab.run) == 0
     check_audit(lab.run, steps=4, alpha=1)
+    assert "they go through files in" not in (lab.run / "run.log").read_text()
     assert evaluate(lab.run, episodes=1) == 0

@@ -45,7 +45,9 @@ def test_roles_find_their_default_classes_among_what_a_cluster_has() -> None:
 def test_a_lone_accelerator_is_shared_by_engine_and_trainer() -> None:
     placement = placed(nodes=[NodeInfo("localhost", {"CPU": 8, "H200": 1}, ("H200",))])
     assert [pool.share for pool in placement.pools if pool.name == "H200"] == [2]
-    with pytest.raises(ConfigError, match=r"roles\.actor_gen: inference-1: no node has 1 device of class 'H200' free"):
+    with pytest.raises(
+        ConfigError, match=r"roles\.actor_gen: worker inference-1: no node has 1 device of class 'H200' free"
+    ):
         placed("roles.actor_gen.workers = 2", nodes=[NodeInfo("localhost", {"CPU": 8, "H200": 1}, ("H200",))])
 
 
@@ -86,6 +88,18 @@ def test_an_engine_that_cannot_hand_over_has_no_workers_that_only_read() -> None
     config = parse("roles.prefill = {}\n[tasks.frozenlake]\n")
     with pytest.raises(ConfigError, match=r"roles\.prefill: engine 'other' cannot hand KV from one worker to another"):
         place(replace(config, engine="other"), CLUSTER)
+
+
+def test_vllm_hands_over_only_between_workers_alike() -> None:
+    apart = 'engine = "vllm"\n[roles.prefill]\n'
+    assert [each.worker for each in placed(apart).of_role("prefill")] == ["prefill-0"]
+    for text, message in (
+        ("devices = 2", r"roles\.prefill\.devices: .* take as many as in roles\.actor_gen\.devices"),
+        ('device_class = "CPU"', r"roles\.prefill\.device_class: vLLM's KV on cpu and on cuda differs"),
+        ("[engine_options]\nenable_prefix_caching = false", r"engine_options\.enable_prefix_caching: false, but"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            placed(f"{apart}{text}\n")
 
 
 def test_each_server_of_others_has_an_inference_worker() -> None:

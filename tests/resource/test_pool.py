@@ -97,7 +97,20 @@ def test_a_refusal_says_what_there_is_who_holds_it_and_where_it_looked_besides()
         pools.bind("r/w", "g", "H800")
     assert str(caught.value) == (
         "no node has 1 device of class 'H800' free (a: 4 in all, 0 free, 0 failed; b: 2 in all, 0 free, 0 failed), nor "
-        "of the compatible H20; held by other/w0, other/w1, other/w2, other/w3, other/w4 and 1 more"
+        "of the compatible H20; held by other (6 workers)"
+    )
+
+
+def test_a_refusal_of_a_large_cluster_is_short() -> None:
+    pools = Pools([PoolSpec("big", "H800", {f"n{number}": tuple(range(8)) for number in range(40)})])
+    for run in range(7):
+        pools.bind(f"run-{run}/w", "g", "H800", 8)
+    with pytest.raises(ResourceError) as caught:
+        pools.bind("r/w", "g", "H800", 9)
+    assert str(caught.value) == (
+        "no node has 9 devices of class 'H800' free (each of 7 nodes, n0 to n6: 8 in all, 0 free, 0 failed; each of 33 "
+        "nodes, n7 to n39: 8 in all, 8 free, 0 failed), and its pool names no class in `compatible` to fall back to; "
+        "held by run-0 (1 worker), run-1 (1 worker), run-2 (1 worker), run-3 (1 worker), run-4 (1 worker) and 2 more"
     )
 
 

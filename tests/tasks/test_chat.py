@@ -41,7 +41,7 @@ def _messages(style, system, first, turns):
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "llama2"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     system=st.sampled_from(["", "Be brief."]),
     first=observations,

@@ -11,6 +11,7 @@ from rollart.config import parse
 from rollart.errors import ConfigError
 from rollart.sections import TaskConfig
 from rollart.tasks import registry
+from rollart.tasks.definition import TaskDefinition
 from rollart.tasks.sorting import SortingOptions
 
 
@@ -84,6 +85,15 @@ def test_the_config_goes_over_the_definition():
     )["lake"]
     assert (changed.name, changed.weight, changed.tag, changed.max_turns) == ("lake", 2.0, "walk", 3)
     assert (changed.system_prompt, changed.stop, changed.env_retries) == ("", ("!",), 0)
+
+
+def test_whatever_a_definition_decides_a_config_may_decide_for_a_class_of_ones_own(folder):
+    text = "[tasks.mine]\nenv='my_env:Env'\noptions={ start = 3 }\n"
+    code = "spec = registry.specs(parse(text))['mine']; print(spec.success_reward, spec.max_turns, spec.system_prompt)"
+    assert _in(folder, text, code) == "1.0 16 \n"
+    assert _in(folder, f"{text}success_reward=0\nmax_turns=2\nsystem_prompt='Go.'", code) == "0.0 2 Go.\n"
+    decided = set(TaskDefinition.__struct_fields__) - {"name", "summary", "load", "extra", "requires", "try_out"}
+    assert decided <= set(TaskConfig.__struct_fields__)
 
 
 def test_a_task_brings_its_reward_unless_the_config_names_another():

@@ -112,6 +112,11 @@ class EmbeddedEngine:
                 return running.result("abort")
         return None
 
+    @property
+    def grain(self) -> int:
+        """Keys and values are kept token by token."""
+        return 1
+
     def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
         """Enqueue a request that ends with the token after `so_far`."""
         self._add_after(request, so_far).hands_over = True

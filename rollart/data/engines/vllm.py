@@ -5,115 +5,52 @@ further step brings a token; it ends by the same rules as in the embedded engine
 know (stop strings). vLLM keeps keys and values by blocks of tokens, shares them among prompts that begin alike, also
 after their requests have ended, and evicts those not used for longest.
 
+Where another engine reads prompts, a request ends there with its first token, and the blocks that its step has left are
+read at once; it comes here with them, and vLLM takes those that it does not have, unless blocks before them are gone.
+
 To park a request is to take it out of vLLM and queue it again with the tokens that it has. All are parked before
 weights are loaded, so that no key or value of older weights can be in use, and before anything is computed while the
 engine is suspended, so that none moves.
 
 Invariants (`check`): vLLM runs exactly the requests in `_seated`; every token has the version of the weights that were
 whole when it was drawn; nothing is drawn from weights of which only a part arrived.
-Left out: whatever touches vLLM (`vllm_core.py`, `vllm_weights.py`).
+Left out: whatever touches vLLM (`vllm_core.py`, `vllm_weights.py`, `vllm_connector.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from rollart.data.engines.parameters import check_positions, of_checkpoint, vetted
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
 from rollart.data.engines.sampling import seed_of
 from rollart.data.engines.stage_times import StageTimes
-from rollart.errors import ConfigError, GenerationError, WeightsError, boundary, to_install
-from rollart.protocols import Tensors
-from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo, Sampling
+from rollart.data.engines.vllm_seam import Core, News, Parcel, start_here
+from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
+from rollart.protocols import Payload, Tensors
+from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo
 
 SCORED = "rollart/logprobs"
 """Id of the request by which log-probabilities are asked for."""
 COOLEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, besides 0."""
-ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine is in this process
-    "VLLM_NO_USAGE_STATS": "1",  # nobody is told
-}
-ON_CPU = {
-    "TORCHDYNAMO_DISABLE": "1",  # to compile its sampler takes longer than most tests
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # others work on the same cores
-}
-"""Besides, unless it is set."""
-
-
-class News(NamedTuple):
-    """What one step of vLLM brought for one request: new tokens, or the log-probabilities of its prompt.
-
-    `cached`: tokens of its prompt that vLLM did not compute. `ended`: vLLM runs it no more.
-    """
-
-    request_id: str
-    tokens: list[int]
-    logprobs: list[float]
-    cached: int
-    ended: str
-    scores: list[float]
-
-
-class Core(Protocol):
-    """vLLM's engine as this file sees it; see `vllm_core.py`."""
-
-    vocabulary: int
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that it runs or has queued."""
-        ...
-
-    def add(self, request_id: str, tokens: list[int], sampling: Sampling, max_tokens: int, seed: int) -> None:
-        """Queue a request behind the others. `sampling` without its stop strings and `max_tokens`."""
-        ...
-
-    def score(self, request_id: str, tokens: list[int]) -> None:
-        """Queue a request for the log-probability of each of the tokens but the first, from no cache."""
-        ...
-
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests without news; unknown ids are nothing to do."""
-        ...
-
-    def step(self) -> list[News]:
-        """Advance by one step."""
-        ...
-
-    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Replace all weights in place. Nothing may run. Whatever it raises leaves the weights unusable."""
-        ...
-
-    def forget(self, clean: bool = False) -> None:
-        """Empty the prefix cache; `clean`: and the memory of all keys and values. Nothing may run."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the device's memory back; the weights go to the host. Nothing may run."""
-        ...
-
-    def wake(self, weights_only: bool = False) -> None:
-        """Take it again."""
-        ...
 
 
 class VLLMEngine:
-    """Implements `protocols.Engine`.
+    """Implements `protocols.Engine` and `protocols.HandsOver`.
 
     `slots`, `max_model_tokens`, `seed`, `device`: as for every engine. `prefill_tokens`: most tokens computed in one
     step, at least one for each slot. `dtype`: of the weights and the cache, by default float32 on CPU and bfloat16
     elsewhere. `published_dtype`: of the weights that the trainer publishes; vLLM converts them. `enable_sleep_mode`:
     while suspended the device's memory is given back. `options`: further arguments of vLLM's `EngineArgs`, such as
-    `gpu_memory_utilization`. `start`: how vLLM is started, for tests.
+    `gpu_memory_utilization`. `hands_over`: requests may be read here and decoded elsewhere, or the other way round.
+    `start`: how vLLM is started, for tests.
     Raises ConfigError for what is not there or cannot be, GenerationError when vLLM does not start.
     """
 
@@ -128,6 +65,7 @@ class VLLMEngine:
         dtype: str = "",
         published_dtype: str = "float32",
         enable_sleep_mode: bool = False,
+        hands_over: bool = False,
         start: Callable[..., Core] | None = None,
         **options: Any,
     ) -> None:
@@ -144,6 +82,7 @@ class VLLMEngine:
             device=device,
             dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
             enable_sleep_mode=enable_sleep_mode,
+            hands_over=hands_over,
             **options,
         )
         self._tokenizer = load_tokenizer(Path(model_folder) / "tokenizer.json")
@@ -153,9 +92,11 @@ class VLLMEngine:
         self._waiting: deque[Running] = deque()
         self._seated: dict[str, Running] = {}
         self._ended: list[GenResult] = []
+        self._parcels: dict[str, Parcel] = {}
+        self._left: dict[str, list[int]] = {}
         self._times = StageTimes()
         self._steps = self._generated_tokens = self._prefilled_tokens = 0
-        self._cached_tokens = self._recomputed_tokens = 0
+        self._cached_tokens = self._recomputed_tokens = self._received_tokens = 0
         self._busy_s = self._unclaimed_s = 0.0
 
     # ------------------------------------------------------------------------------------------------- commands
@@ -172,6 +113,7 @@ class VLLMEngine:
 
     def abort(self, request_id: str) -> GenResult | None:
         """Cancel a request and free its keys and values; the partial result, or None when it is not here."""
+        self._parcels.pop(request_id, None)
         running = self._seated.pop(request_id, None)
         if running is not None:
             self._core.abort([request_id])
@@ -182,15 +124,61 @@ class VLLMEngine:
                 return running.result("abort")
         return None
 
+    @property
+    def grain(self) -> int:
+        """Tokens of a block: keys and values are kept, and leave, in whole blocks."""
+        return self._core.block_tokens
+
+    def add_prefill(self, request: GenRequest, so_far: GenResult) -> None:
+        """Enqueue a request that ends with the token after `so_far`."""
+        self._add_after(request, so_far).hands_over = True
+
+    def add_decode(self, request: GenRequest, so_far: GenResult, start: int, payload: Payload | None) -> None:
+        """Enqueue a request that goes on after `so_far`, with the keys and values in `payload`."""
+        end = len(request.prompt) + len(so_far.tokens) - 1
+        parcel = None if payload is None else self._parcel(start, end, payload)
+        self._add_after(request, so_far)
+        if parcel is not None:
+            self._parcels[request.request_id] = parcel
+
+    def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
+        """Keys and values of a request that the last step has ended, else the whole blocks that are still kept."""
+        tokens = request.prompt + so_far.tokens
+        blocks = self._left.get(request.request_id) or self._core.cached(tokens)
+        first, last = start // self.grain, -(-(len(tokens) - 1) // self.grain)
+        return self._core.read(blocks[first:last]) if len(blocks) > first else None
+
+    def kept(self, request: GenRequest, so_far: GenResult) -> int:
+        """Of how many of the request's first tokens vLLM keeps blocks; at least one token is left to come."""
+        tokens = request.prompt + so_far.tokens
+        return min(len(self._core.cached(tokens)), (len(tokens) - 2) // self.grain) * self.grain
+
+    def _add_after(self, request: GenRequest, so_far: GenResult) -> Running:
+        self.add(request)
+        running = self._waiting.pop()
+        running.go_on(so_far)
+        self._waiting.append(running)
+        return running
+
+    def _parcel(self, start: int, end: int, payload: Payload) -> Parcel:
+        num_blocks, odd = divmod(memoryview(payload).nbytes, self._core.block_bytes)
+        end = min(end, start + num_blocks * self.grain)
+        if odd or start % self.grain or num_blocks != -(-(end - start) // self.grain):
+            raise GenerationError(
+                f"keys and values came as {memoryview(payload).nbytes} bytes, but a block of {self.grain} tokens has "
+                f"{self._core.block_bytes}: the engine that computed them has another model or dtype"
+            )
+        return Parcel(start, end, bytearray(payload) if memoryview(payload).readonly else payload)
+
     def release(self, trajectory_id: str) -> None:
         """Nothing to do: what trajectories leave behind counts as free, and vLLM takes it when it needs the room."""
 
     def suspend(self) -> None:
         """No step advances until `resume`."""
-        self._suspended = True
-        if self._sleeps:
+        if self._sleeps and not self._suspended:
             self._park()
             self._core.sleep()
+        self._suspended = True
 
     def resume(self) -> None:
         """Let steps advance again."""
@@ -206,6 +194,7 @@ class VLLMEngine:
         """
         pairs = vetted(self._own, tensors)
         first = next(pairs)
+        self._parcels.clear()
         self._recomputed_tokens += sum(running.computed for running in self._seated.values())
         self._park()
         if self._sleeps and self._suspended:
@@ -231,8 +220,18 @@ class VLLMEngine:
             raise GenerationError(f"logprobs of {len(tokens)} tokens: vLLM takes {self._longest - 1} at most here")
         if len(tokens) == 1:
             return []
-        if self._suspended:
-            self._park()
+        if not self._suspended:
+            return self._score(tokens)
+        self._park()
+        if not self._sleeps:
+            return self._score(tokens)
+        self._core.wake()
+        try:
+            return self._score(tokens)
+        finally:
+            self._core.sleep()
+
+    def _score(self, tokens: Sequence[int]) -> list[float]:
         self._clean()
         self._core.score(SCORED, list(tokens))
         try:
@@ -262,7 +261,7 @@ class VLLMEngine:
             return []
         self._clean()
         self._seat()
-        if self._seated:
+        if self._seated and not self._ended:
             self._advance()
         ended, self._ended = self._ended, []
         return ended
@@ -273,18 +272,23 @@ class VLLMEngine:
             running = self._waiting.popleft()
             request = running.request
             seed = seed_of(self._seed, request.trajectory_id) + len(running.tokens)
-            left = running.limit - len(running.tokens)
+            left = 1 if running.hands_over else running.limit - len(running.tokens)
+            hands = running.hands_over, self._parcels.get(request.request_id)
             self._seated[request.request_id] = running
-            self._core.add(request.request_id, list(running.tokens), request.sampling, left, seed)
             running.queue_s = running.queue_s or time.perf_counter() - running.added_s
+            try:
+                self._core.add(request.request_id, list(running.tokens), request.sampling, left, seed, *hands)
+            except Exception as error:  # it is refused, which is no other request's affair
+                self._end(running, "error", f"vLLM refuses the request: {error}")
 
     def _park(self) -> None:
         """Take all requests out of vLLM; they queue first, with the tokens that they have."""
         self._core.abort(list(self._seated))
-        for running in self._seated.values():
+        for name, running in self._seated.items():
             running.computed = 0
+            self._parcels.pop(name, None)
         self._waiting.extendleft(reversed(self._seated.values()))
-        self._seated = {}
+        self._seated, self._left = {}, {}
 
     def _clean(self) -> None:
         """After something that is not finite: vLLM's kernels would mix it into whatever gets its place in memory."""
@@ -299,6 +303,7 @@ class VLLMEngine:
             raise GenerationError(self._broken)
         began = time.perf_counter()
         news = self._core.step()
+        self._left = {each.request_id: each.left for each in news if each.left}
         self._charge(time.perf_counter() - began, [each for each in news if each.request_id in self._seated])
         scores: list[float] = []
         stopped: list[str] = []
@@ -314,20 +319,25 @@ class VLLMEngine:
 
     def _charge(self, seconds: float, news: list[News]) -> None:
         """Share a step's time among its requests; that of steps without any token goes to the next one with some."""
-        rows = [(self._seated[each.request_id], each.cached) for each in news]
-        read = [(running, len(running.tokens) - cached) for running, cached in rows if not running.computed]
+        rows = [
+            (running, self._num_read(running, each)) for each in news for running in [self._seated[each.request_id]]
+        ]
         self._unclaimed_s += seconds
         if not rows:
             return
-        self._times.charge(self._unclaimed_s, [running for running, _ in rows if running.computed], read)
+        decoding = [running for running, num_read in rows if not num_read]
+        self._times.charge(self._unclaimed_s, decoding, [row for row in rows if row[1]])
         self._busy_s += self._unclaimed_s
         self._unclaimed_s = 0.0
 
     def _take(self, running: Running, news: News) -> bool:
         """Append what a step brought; whether the request has ended with it."""
         if not running.computed:
-            self._prefilled_tokens += len(running.tokens) - news.cached
-            self._cached_tokens += news.cached
+            received = parcel.num_tokens if (parcel := self._parcels.pop(news.request_id, None)) else 0
+            running.received += received
+            self._received_tokens += received
+            self._prefilled_tokens += self._num_read(running, news)
+            self._cached_tokens += news.cached - received
             running.cached = running.cached if running.versions else news.cached
         for token, logprob in zip(news.tokens, news.logprobs, strict=True):
             if not math.isfinite(logprob):
@@ -338,6 +348,11 @@ class VLLMEngine:
                 return self._end(running, reason)
         running.computed = len(running.tokens) - 1
         return bool(news.ended) and self._end(running, "error", f"vLLM ended the request: {news.ended}")
+
+    def _num_read(self, running: Running, news: News) -> int:
+        """Tokens that a step has read of a request; one that lacked but the last that was drawn, it decoded."""
+        num_new = len(running.tokens) - news.cached
+        return 0 if running.computed or (num_new == 1 and running.versions) else num_new
 
     def _end(self, running: Running, reason: FinishReason, error: str = "") -> bool:
         del self._seated[running.request.request_id]
@@ -355,6 +370,7 @@ class VLLMEngine:
             prefilled_tokens=self._prefilled_tokens,
             cached_tokens=self._cached_tokens,
             recomputed_tokens=self._recomputed_tokens,
+            received_tokens=self._received_tokens,
             running=len(self._seated),
             waiting=len(self._waiting),
             kv_tokens=sum(running.computed for running in self._seated.values()),
@@ -366,21 +382,7 @@ class VLLMEngine:
         assert self._core.num_requests == len(self._seated) <= self._max_slots
         assert all(0 <= each.computed < len(each.tokens) < each.limit for each in self._seated.values())
         assert all(each.computed == 0 for each in self._waiting)
+        assert self._parcels.keys() <= self._seated.keys() | {each.request.request_id for each in self._waiting}
         waiting = {each.request.request_id for each in self._waiting}
         assert len(waiting) == len(self._waiting)
         assert not waiting & set(self._seated)
-
-
-def start_here(model_folder: str, device: str, **arguments: Any) -> Core:
-    """vLLM in this process, whose environment it is told by. Raises ConfigError when it is not installed."""
-    os.environ.update(ENVIRON)
-    for name, value in ON_CPU.items() if device == "cpu" else ():
-        os.environ.setdefault(name, value)
-    try:
-        module = import_module("rollart.data.engines.vllm_core")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "vllm":
-            raise
-        raise ConfigError(f"engine: 'vllm' is not installed; {to_install('vllm')}") from error
-    core: Core = module.InProcess(model_folder, device=device, **arguments)
-    return core

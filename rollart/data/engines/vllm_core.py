@@ -8,10 +8,12 @@ Left out: who may run when (`vllm.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+from pydantic import ValidationError
 from torch import Tensor
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -20,12 +22,15 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 
 from rollart.checks import nearest
-from rollart.data.engines.vllm import News
+from rollart.data.engines.vllm_connector import ARRIVED, LEAVES, LEFT, connector_config
+from rollart.data.engines.vllm_seam import News, Parcel
 from rollart.data.engines.vllm_weights import EXTENSION, NAME
 from rollart.data.stores.bucket import in_buckets
 from rollart.errors import ConfigError, GenerationError, boundary
+from rollart.protocols import Payload
 from rollart.types import Sampling
 
 BUCKET_BYTES = 64 << 20
@@ -36,9 +41,10 @@ vLLM 0.32 cannot draw by a seed there for a prompt that was read in parts."""
 
 
 class InProcess:
-    """Implements `vllm.Core`.
+    """Implements `vllm_seam.Core`.
 
-    `max_requests` run at once, of `max_tokens` each, with `step_tokens` in a step; `options`: of `EngineArgs`.
+    `max_requests` run at once, of `max_tokens` each, with `step_tokens` in a step; `hands_over`: keys and values may
+    leave and come in; `options`: of `EngineArgs`.
     Raises ConfigError for options and devices that there are not, GenerationError when vLLM does not start.
     """
 
@@ -49,6 +55,7 @@ class InProcess:
         max_tokens: int,
         step_tokens: int,
         device: str,
+        hands_over: bool = False,
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
@@ -71,23 +78,39 @@ class InProcess:
             "disable_log_stats": True,
             "weight_transfer_config": WeightTransferConfig(backend=NAME),
             "worker_extension_cls": EXTENSION,
+            "kv_transfer_config": connector_config() if hands_over else None,
         }
         _check(options, mine)
         given = {**(ON_CPU if device == "cpu" else {}), **options, **mine}
         if given.get("enable_chunked_prefill") is False:
             given["max_num_batched_tokens"] = max(step_tokens, max_tokens)
-        with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
+        with _refusing(model_folder):
             config = EngineArgs(**given).create_engine_config()
+        with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
             self._llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self.vocabulary: int = config.model_config.get_vocab_size()
+        self.block_tokens: int = config.cache_config.block_size
+        self.block_bytes = memoryview(self.read([0])).nbytes if hands_over else 0
 
     @property
     def num_requests(self) -> int:
         """Requests that it runs or has queued."""
         return self._llm.get_num_unfinished_requests()
 
-    def add(self, request_id: str, tokens: list[int], sampling: Sampling, max_tokens: int, seed: int) -> None:
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        leaves: bool = False,
+        parcel: Parcel | None = None,
+    ) -> None:
         """Queue a request."""
+        wishes: dict[str, Any] = {LEAVES: True} if leaves else {}
+        if parcel is not None:
+            wishes[ARRIVED] = parcel
         self._add(
             request_id,
             tokens,
@@ -98,6 +121,7 @@ class InProcess:
             max_tokens=max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,  # of the sampled token alone
+            extra_args={"kv_transfer_params": wishes} if wishes else None,
         )
 
     def score(self, request_id: str, tokens: list[int]) -> None:
@@ -123,6 +147,20 @@ class InProcess:
     def step(self) -> list[News]:
         """Advance by one step."""
         return [_news(output) for output in self._llm.step()]
+
+    def cached(self, tokens: list[int]) -> list[int]:
+        """The blocks that the prefix cache has of the tokens, the last one left out."""
+        core = self._llm.engine_core.engine_core
+        request = Request("", tokens, SamplingParams(max_tokens=1), None, block_hasher=core.request_block_hasher)
+        blocks: list[int] = core.scheduler.kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()[0]
+        return blocks
+
+    def read(self, block_ids: Sequence[int]) -> Payload:
+        """Keys and values of blocks, of all ranks in turn."""
+        num_blocks = self._llm.engine_core.engine_core.scheduler.get_kv_connector().num_blocks
+        parts: list[Tensor] = self._llm.collective_rpc("rollart_read_blocks", args=(num_blocks, list(block_ids)))
+        flat = parts[0].flatten() if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+        return flat.numpy().data
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights in place, bucket by bucket. A tensor's memory may hold the next one already by then."""
@@ -152,6 +190,20 @@ class InProcess:
         self._llm.wake_up(["weights"] if weights_only else None)
 
 
+@contextlib.contextmanager
+def _refusing(model_folder: str) -> Iterator[None]:
+    """What vLLM finds wrong with its arguments before it starts is the config's fault."""
+    what = f"vLLM refuses the model in {model_folder} with these engine_options"
+    try:
+        yield
+    except ValidationError as error:
+        reasons = {".".join(map(str, each["loc"][:1])): str(each["msg"]) for each in reversed(error.errors())}
+        found = "; ".join(f"{key}: {text}" if key else text for key, text in reasons.items())
+        raise ConfigError(f"{what}: {found.replace('Value error, ', '')}") from error
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
 def _check(options: dict[str, Any], mine: dict[str, Any]) -> None:
     known = [each.name for each in fields(EngineArgs)]
     for name in options:
@@ -170,4 +222,5 @@ def _news(output: Any) -> News:
         cached=output.num_cached_tokens or 0,
         ended=completion.finish_reason or "",
         scores=scores.logprobs if scores else [],
+        left=(output.kv_transfer_params or {}).get(LEFT, []),
     )

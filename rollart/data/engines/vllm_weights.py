@@ -11,6 +11,7 @@ Left out: which weights are expected (`parameters.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rollart.data.engines.vllm_connector import read_blocks
 
 NAME = "rollart"
 EXTENSION = f"{__name__}.Extension"
@@ -98,6 +101,11 @@ class Extension:
     """What each worker can do besides."""
 
     model_runner: Any
+    vllm_config: Any
+
+    def rollart_read_blocks(self, num_blocks: int, block_ids: Sequence[int]) -> Tensor:
+        """Keys and values by block, as bytes."""
+        return read_blocks(self.vllm_config.compilation_config.static_forward_context, num_blocks, block_ids)
 
     def rollart_clean_cache(self) -> None:
         """Set the memory of all keys and values to zero."""

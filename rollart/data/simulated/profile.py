@@ -182,9 +182,12 @@ def load_profile(name_or_path: str) -> Profile:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         names = ", ".join(map(repr, SHIPPED))
-        raise ConfigError(f"{name_or_path}: {error.strerror or error}; shipped profiles: {names}") from error
+        raise ConfigError(
+            f"simulate.profile: {name_or_path}: {error.strerror or error}; name a file of "
+            f"`rollart profile`, or a shipped profile: {names}"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name_or_path}: not UTF-8 text") from error
+        raise ConfigError(f"simulate.profile: {name_or_path}: not UTF-8 text") from error
     return parse_profile(text, name_or_path)
 
 

@@ -25,7 +25,18 @@ def _fsdp2() -> TrainerFactory:
     return FsdpTrainer
 
 
-TRAINERS: Mapping[str, Callable[[], TrainerFactory]] = {"embedded": _embedded, "fsdp2": _fsdp2}
+def _megatron() -> TrainerFactory:
+    _check_there("trainer: 'megatron'", "megatron.core", "megatron")
+    from rollart.data.trainers.megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer
+
+
+TRAINERS: Mapping[str, Callable[[], TrainerFactory]] = {
+    "embedded": _embedded,
+    "fsdp2": _fsdp2,
+    "megatron": _megatron,
+}
 """What `trainer` in the configuration chooses from: name -> loader."""
 
 
@@ -44,12 +55,16 @@ def check_known(name: str) -> None:
 def check_installed(config: Config) -> None:
     """Whether the trainer, and the packages that it needs, are here. Raises ConfigError, which names the extra."""
     check_known(config.trainer)
-    if config.train.lora.r and not _is_there("peft"):
-        raise ConfigError(f"train.lora: needs an extra; {to_install('peft')}")
+    if config.train.lora.r:
+        _check_there("train.lora:", "peft", "peft")
+    if config.trainer == "megatron":
+        _check_there("trainer: 'megatron'", "megatron.core", "megatron")
 
 
-def _is_there(module: str) -> bool:
+def _check_there(key: str, module: str, extra: str) -> None:
     try:
-        return importlib.util.find_spec(module) is not None
+        there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        return False
+        there = False
+    if not there:
+        raise ConfigError(f"{key} needs an extra; {to_install(extra)}")

@@ -5,6 +5,7 @@ What this file leaves out: what lies before the first layer and after the last o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     return layers
 
 
-def recompute_layers(model: Any) -> None:
+def recompute(layers: Iterable[nn.Module]) -> None:
     """From now on layers keep their inputs alone, and compute the rest again when the gradient needs it."""
-    for layer in layers_of(model):
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollart.data.trainers import checkpoint
-from rollart.data.trainers.blocks import recompute_layers
+from rollart.data.trainers.blocks import layers_of, recompute
 from rollart.data.trainers.learner import AdamW, WholeLearner
 from rollart.data.trainers.lora import adapter, add_adapter, complete
 from rollart.data.trainers.policy import PolicyTrainer
@@ -43,7 +43,7 @@ class EmbeddedTrainer(PolicyTrainer[WholeLearner]):
         if options.lora.r:
             add_adapter(model, options.lora, seed)
         if options.activation_checkpointing:
-            recompute_layers(model)
+            recompute(layers_of(model))
         super().__init__(WholeLearner(scorer), options, temperature, seed)
 
     # -------------------------------------------------------------------------------------------------------- weights

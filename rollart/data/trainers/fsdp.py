@@ -131,8 +131,8 @@ class FsdpTrainer(PolicyTrainer[ShardedLearner]):
     # --------------------------------------------------------------------------------------------------- save and load
     def save(self, folder: str) -> None:
         """Write a checkpoint into an empty or new folder that all ranks see. Raises RunFolderError on all of them."""
-        model = self._learner.sharded.model
-        shards.write(folder, model, self._model_folder, self._complete(), self._held(), self._state(), self._ranks)
+        config, held = self._learner.sharded.model.config, self._held()
+        shards.write(folder, config, self._model_folder, self._complete(), held, self._state(), self._ranks)
 
     def load(self, folder: str) -> None:
         """Go on from a checkpoint of any number of ranks. Raises RunFolderError on all of them."""

@@ -67,7 +67,7 @@ class PolicyTrainer(Generic[L]):
         self._options = options
         self._temperature = temperature
         self._random = random.Random(seed)
-        self._optimizer = learner.optimizer(Adam(options.beta1, options.beta2, options.weight_decay))
+        self._optimizer = learner.optimizer(self._adam())
         self._reference: Learner | None = None
         self._steps = 0
         self._nonfinite_in_a_row = 0
@@ -116,7 +116,12 @@ class PolicyTrainer(Generic[L]):
         """
         self._reference = None
         budget = self._options.micro_batch_tokens
-        return warm_up(self._learner, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
+        losses = warm_up(self._learner, sequences, steps, learning_rate, batch_tokens, budget, self._random, progress)
+        self._optimizer = self._learner.optimizer(self._adam())  # one may keep weights, which are those of before
+        return losses
+
+    def _adam(self) -> Adam:
+        return Adam(self._options.beta1, self._options.beta2, self._options.weight_decay)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """As `Engine.logprobs`, at temperature 1; length len(tokens) - 1. Raises TrainError."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollart.data.trainers.attention import ATTENTION, pick
 from rollart.errors import ConfigError, boundary
@@ -35,11 +35,23 @@ MAX_LOGITS = 1 << 25
 
 def load_model(folder: str | Path, device: str) -> Any:
     """A causal LM in float32 without dropout. Raises ConfigError when folder or device cannot be used."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"model.name: {folder} holds no config.json; give a folder in Hugging Face format")
+    _check_folder(folder)
     with boundary(ConfigError, f"loading the model in {folder} on device {device!r}"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.to(torch.device(device)).eval()
+
+
+def empty_model(folder: str | Path) -> Any:
+    """A causal LM in float32 without memory. Raises ConfigError when the folder does not say what it is."""
+    _check_folder(folder)
+    with boundary(ConfigError, f"reading the config of the model in {folder}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _check_folder(folder: str | Path) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"model.name: {folder} holds no config.json; give a folder in Hugging Face format")
 
 
 class Traits(NamedTuple):

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from rollart.data.trainers.attention import ATTENTION
-from rollart.data.trainers.blocks import layers_of, recompute_layers
+from rollart.data.trainers.blocks import layers_of, recompute
 from rollart.data.trainers.lora import add_adapter
 from rollart.data.trainers.ranks import Ranks
-from rollart.data.trainers.scoring import Scorer, Traits, load_model
+from rollart.data.trainers.scoring import Scorer, Traits, empty_model, load_model
 from rollart.errors import ConfigError, boundary
 from rollart.learn.batching import MicroBatch
 from rollart.sections import LoraConfig, TrainConfig
@@ -70,7 +69,7 @@ def shard(folder: str, options: TrainConfig, ranks: Ranks, mesh: DeviceMesh, see
     """The model of a folder, in shards, with the adapter that `seed` gives. Raises ConfigError when that cannot be."""
     source, traits = _source(folder, options.lora, ranks, seed)
     with boundary(ConfigError, f"model.name: laying out the model in {folder} over {ranks.size} ranks"):
-        model = _empty(folder)
+        model = empty_model(folder)
         if traits.packs:
             model.set_attn_implementation(ATTENTION)
         if options.lora.r:
@@ -78,7 +77,7 @@ def shard(folder: str, options: TrainConfig, ranks: Ranks, mesh: DeviceMesh, see
         if options.tensor_parallel > 1:
             _split_by_plan(model, mesh["tensor"])
         if options.activation_checkpointing:
-            recompute_layers(model)
+            recompute(layers_of(model))
         scorer = Scorer(model, traits=traits)
         scoring = _fully_sharded(Scoring(scorer), mesh["data"], options.precision)
         scoring.to_empty(device=ranks.device)
@@ -97,13 +96,6 @@ def _source(folder: str, lora: LoraConfig, ranks: Ranks, seed: int) -> tuple[Map
     if lora.r:
         add_adapter(model, lora, seed)
     return dict(itertools.chain(model.named_parameters(), model.named_buffers())), traits
-
-
-def _empty(folder: str) -> Any:
-    """A model without memory."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _split_by_plan(model: Any, mesh: DeviceMesh) -> None:

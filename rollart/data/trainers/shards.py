@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: each writes what it holds, and any number of ranks reads it back.
 
-    shards/                            weights, optimizer, random state, reference (torch.distributed.checkpoint)
+    shards/                            weights, optimizer, random state, reference (torch.distributed.checkpoint),
+                                       under transformers' names, whatever trainer wrote them
     config.json, model*.safetensors    the model in Hugging Face format, written by the first rank as it is gathered
 
 Invariants: all ranks see the folder; a fault of one rank is raised by all of them, so that a run without room for a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ FILE_BYTES = 4 << 30
 
 def write(
     folder: str,
-    model: Any,
+    config: Any,
     model_folder: str,
     weights: Iterator[tuple[str, Tensor]],
     held: Mapping[str, Tensor],
@@ -46,7 +47,8 @@ def write(
 ) -> None:
     """Write everything into an empty or new folder. Raises RunFolderError on all ranks.
 
-    `weights`: the whole model, tensor by tensor, on the first rank; the others gather along. `held`: what a rank has.
+    `config`: the model's. `weights`: all of them, tensor by tensor, on the first rank; the others gather along.
+    `held`: what this rank writes.
     """
     path, what = Path(folder), f"saving a checkpoint in {folder}"
     with ranks.together(RunFolderError, what):
@@ -55,7 +57,7 @@ def write(
     with ranks.together(RunFolderError, what):
         try:
             if ranks.is_first:
-                write_model(path, model, weights)
+                write_model(path, config, weights)
         finally:
             deque(weights, maxlen=0)
     with ranks.together(RunFolderError, what), _known():
@@ -66,9 +68,9 @@ def write(
             checkpoint.finish(path, state)
 
 
-def write_model(folder: Path, model: Any, weights: Iterator[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
+def write_model(folder: Path, config: Any, weights: Iterator[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
     """Config and weights in Hugging Face format, in files of at most `file_bytes`, one in memory at a time."""
-    model.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     files: list[Path] = []
     places: dict[str, int] = {}
     total = 0
@@ -105,14 +107,26 @@ class Saved:
         """What is there with this prefix, without it."""
         return [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)]
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Raises RunFolderError unless all of them are there."""
+        if missing := set(names) - self.names:
+            raise RunFolderError(f"it has no {min(missing)}")
+
     def load(self, held: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's shards, and set the random state; all ranks at once. Raises RunFolderError."""
-        if missing := set(held) - self.names:
-            raise RunFolderError(f"it has no {min(missing)}")
+        self.expect(held)
         random = torch.get_rng_state()
         with _known():
             state_dict_loader.load({**held, RANDOM: random}, storage_reader=self._reader)
         torch.set_rng_state(random)
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """One whole tensor, in float32; every rank for itself. Raises RunFolderError."""
+        self.expect([name])
+        held = {name: torch.empty(tuple(shape), dtype=torch.float32)}
+        with _known():
+            state_dict_loader.load(held, storage_reader=self._reader, no_dist=True)
+        return held[name]
 
 
 @contextlib.contextmanager

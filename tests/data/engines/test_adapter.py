@@ -7,9 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollart.data.engines.embedded import EmbeddedEngine
+from rollart.data.engines.emulated import emulated_engine
+from rollart.data.weights import BucketStore
 from rollart.errors import ConfigError, WeightsError
 from rollart.protocols import FrozenTensors
 from rollart.types import ParameterInfo
+from tests.data.memory_shelf import MemoryShelf
 from tests.data.tiny_models import TinyModel
 
 LORA = {"r": 2, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
@@ -53,6 +56,25 @@ def test_every_version_is_merged_with_the_weights_that_were_read(kind: str, tiny
     zeros = {name: torch.zeros_like(tensor) for name, tensor in parts.items()}
     made.update(3, list(zeros.items()))
     assert made.logprobs(TOKENS) == EmbeddedEngine(model.folder, slots=2, max_model_tokens=32).logprobs(TOKENS)
+
+
+@pytest.mark.parametrize("delta", [0, 3])
+def test_an_adapter_comes_through_a_store_whole_or_as_what_changed(
+    delta: int, tiny_models: dict[str, TinyModel]
+) -> None:
+    model, shelf = tiny_models["qwen3"], MemoryShelf()
+    writer, reader = (BucketStore(shelf, bucket_bytes=1024, keep=2, delta=delta) for _ in range(2))
+    made = emulated_engine(model.folder, "H20", slowdown=0.0, slots=2, max_model_tokens=32, lora=LORA)
+    infos = made.parameters()
+    parts = version(infos, 1)
+    for number in (1, 2, 3):
+        parts[infos[number].name] += 0.1
+        manifest = writer.publish(number, parts.items())
+        assert (manifest.base is not None) == (delta > 0 and number > 1)
+        made.update(number, FrozenTensors(reader.fetch(number, infos)))
+        assert made.logprobs(TOKENS) == pytest.approx(expected(model, parts), abs=1e-4)
+    with pytest.raises(WeightsError, match="is of another model"):
+        reader.fetch(3, EmbeddedEngine(model.folder, slots=2, max_model_tokens=32).parameters())
 
 
 def test_an_adapter_of_another_shape_changes_nothing(tiny_models: dict[str, TinyModel]) -> None:

@@ -103,7 +103,7 @@ def stories(draw: st.DrawFn) -> tuple[int, list[Command]]:
     return room, commands
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(stories())
 def test_events_give_what_single_steps_give(story: tuple[int, list[Command]]) -> None:
     room, commands = story
@@ -124,7 +124,7 @@ def test_events_give_what_single_steps_give(story: tuple[int, list[Command]]) ->
     assert engine.preemptions == slow.preemptions
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(stories())
 def test_every_request_ends_once_and_every_token_is_in_one_result(story: tuple[int, list[Command]]) -> None:
     room, commands = story
@@ -409,7 +409,7 @@ def crowd(seed: int, number: int = 40) -> list[GenRequest]:
     return [ask(str(each), rng.randint(5, 150), rng.randint(1, 120)) for each in range(number)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.sampled_from(["tflops", "bandwidth_tbs"]), st.floats(1.01, 10), st.integers(300, 900))
 def test_more_flops_or_bandwidth_is_never_slower(seed: int, figure: str, factor: float, room: int) -> None:
     base = {"tflops": 1.0, "bandwidth_tbs": 0.1}

@@ -39,7 +39,7 @@ def test_the_served_description_is_this_one(client):
     assert client.get("/openapi.json").json() == msgspec.json.decode(msgspec.json.encode(DESCRIBED))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_request_gets_an_answer_that_is_described(client, data):
     path, method, route = data.draw(st.sampled_from(ROUTES))
@@ -69,7 +69,7 @@ def test_every_request_gets_an_answer_that_is_described(client, data):
         assert name not in response.headers or valid(header["schema"], response.headers[name])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES, media=st.sampled_from([*CODECS]))
 def test_every_value_comes_back_as_it_went(client, value, media):
     content = CODECS[media].encode({"args": [value]})

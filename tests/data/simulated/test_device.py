@@ -121,7 +121,7 @@ FIGURES = st.fixed_dictionaries(
 WORK = st.tuples(st.integers(1, 9000), st.integers(0, 10**6), st.integers(1, 300), st.integers(0, 10**6))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FIGURES, st.sampled_from(["tflops", "memory_gb", "bandwidth_tbs", "interconnect_gbs"]), WORK, st.booleans())
 def test_better_figures_are_never_slower(figures: dict[str, float], which: str, work: Any, experts: bool) -> None:
     model = EXPERTS if experts else DENSE
@@ -134,7 +134,7 @@ def test_better_figures_are_never_slower(figures: dict[str, float], which: str, 
     assert after.train_seconds([new_tokens, attended + 1], 4) <= before.train_seconds([new_tokens, attended + 1], 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(1e-4, 10), st.floats(0, 2), st.integers(0, 5000), st.floats(0.01, 0.99))
 def test_the_steps_within_a_time_are_those_that_the_series_takes(
     first_s: float, share: float, steps: int, part: float

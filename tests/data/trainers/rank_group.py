@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rollart.data import roles
 from rollart.data.runtime import LocalRuntime, ProcessWorker
@@ -33,14 +36,41 @@ class RankHost:
         assert isinstance(made, TrainRank)
         self.rank = made
 
+    def most_held(self, weights: str, bucket_bytes: int) -> int:
+        """Publish into a folder of its own; the most bytes of gathered tensors that lived at once on this rank."""
+        assert self.rank is not None
+        watch = Watch()
+        tensors = watch.seen(self.rank._worker._trainer.tensors())
+        FileWeightStore(weights, bucket_bytes, 2).publish(0, tensors)
+        return watch.most_bytes
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rank, name)
 
 
-class RankGroup:
-    """Some processes, and the loop that talks to them. `weights`: where trainers publish."""
+class Watch:
+    """Counts what is alive of the tensors that pass."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._passed: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def seen(self, tensors: Any) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors; none of them is held here."""
+        pairs = iter(tensors)
+        for name, tensor in pairs:
+            self._passed.append((weakref.ref(tensor), tensor.nbytes))
+            alive = sum(num_bytes for reference, num_bytes in self._passed if reference() is not None)
+            self.most_bytes = max(self.most_bytes, alive)
+            yield name, tensor
+            del tensor
+
+
+class RankGroup:
+    """Some processes, and the loop that talks to them. `weights`: where trainers publish; `target`: what they host."""
+
+    def __init__(self, folder: Path, target: str = TARGET) -> None:
+        self._target = target
         self.weights = folder / "weights"
         self._runner = asyncio.Runner()
         self._runtime = LocalRuntime(folder / "logs")
@@ -61,7 +91,7 @@ class RankGroup:
     async def _grow(self, number: int) -> None:
         self.workers = [worker for worker in self.workers if worker.process.returncode is None]
         missing = range(len(self.workers), number)
-        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", TARGET, {}) for _ in missing]
+        spawned = [self._runtime.spawn(f"rank-{next(self._versions)}", self._target, {}) for _ in missing]
         self.workers += await asyncio.gather(*spawned)  # type: ignore[arg-type]
 
     async def _form(self, ranks: Sequence[ProcessWorker], name: str, folder: str, options: dict[str, Any]) -> None:

@@ -2,19 +2,23 @@
 
 All ranks are processes of this machine that talk by gloo. Tolerances: losses and gradient norms to 1e-4 of their size
 (sums of float32 in another order), weights to 2e-4 after three steps of 1e-2 (Adam makes a full step of a gradient that
-is next to nothing, whatever its sign).
+is next to nothing, whatever its sign). Single gradients: to 1e-3 of their size, or 1e-5 of the largest in their tensor.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
 
 import pytest
+import safetensors.torch
 import torch
 from msgspec import structs, to_builtins
-from transformers import AutoModelForCausalLM
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rollart.data.trainers.embedded import EmbeddedTrainer
 from rollart.errors import ConfigError, RankError, RewardError, RunFolderError, WeightsError, WorkerDied
@@ -76,14 +80,50 @@ def test_three_steps_on_two_ranks_are_those_of_one_process(trainer_model, group)
     assert two.logprobs([2, 3, 4, 8, 5]) == pytest.approx(one.logprobs([2, 3, 4, 8, 5]), abs=1e-3)
 
 
-@pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
-def test_two_ranks_that_split_every_matrix_are_one_process(trainer_model, group):
+@pytest.mark.parametrize("number", [2, 4])
+def test_ranks_that_split_every_matrix_are_one_process(trainer_model, number, group):
+    """Four of them also share the batch, two and two."""
     changes = {"kl_coef": 0.1}
-    one, two = alone(trainer_model, **changes), ranks(group, 2, trainer_model, tensor_parallel=2, **changes)
-    assert two.parameters() == one.parameters()
+    one, several = alone(trainer_model, **changes), ranks(group, number, trainer_model, tensor_parallel=2, **changes)
+    assert several.parameters() == one.parameters()
     for each in batches(one):
-        assert_same_report(two.train_step(each), one.train_step(each))
-    assert_near(two.weights(), dict(one.tensors()))
+        assert_same_report(several.train_step(each), one.train_step(each))
+    assert_near(several.weights(), dict(one.tensors()))
+
+
+def first_moments(folder):
+    """Of the optimizer, after one step a tenth of every gradient."""
+    if not (folder / "shards").is_dir():
+        state = safetensors.torch.load_file(folder / "trainer.safetensors")
+        return {name: tensor for name, tensor in state.items() if name.endswith("/exp_avg")}
+    reader = FileSystemReader(folder / "shards")
+    saved = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(each.size) for name, each in saved.items() if name.endswith("/exp_avg")}
+    state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is here, where shards are put together
+@pytest.mark.parametrize(("number", "tensor_parallel"), [(2, 1), (2, 2)])
+def test_every_gradient_is_that_of_one_process(trainer_model, number, tensor_parallel, group, tmp_path):
+    one, two = alone(trainer_model), ranks(group, number, trainer_model, tensor_parallel=tensor_parallel)
+    (each,) = batches(one, 1)
+    for name, trainer in (("one", one), ("two", two)):
+        trainer.train_step(each)
+        trainer.save(str(tmp_path / name))
+    expected, got = first_moments(tmp_path / "one"), first_moments(tmp_path / "two")
+    assert got.keys() == expected.keys()
+    for name, moment in expected.items():
+        largest = float(moment.abs().max())
+        assert largest > 0, name
+        torch.testing.assert_close(got[name], moment, rtol=1e-3, atol=1e-5 * largest)
+
+
+def test_a_model_without_a_plan_is_not_split(group, tmp_path):
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 61}
+    GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=1)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.tensor_parallel: transformers has no tensor-parallel plan for GPT2"):
+        ranks(group, 2, tmp_path, tensor_parallel=2)
 
 
 @pytest.mark.parametrize("trainer_model", ["qwen3"], indirect=True)
@@ -136,6 +176,22 @@ def test_the_supervised_warm_up_is_that_of_one_process(trainer_model, group):
 
 # -------------------------------------------------------------------------------------------------------- publications
 @pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
+def test_no_more_than_a_bucket_is_gathered_at_once(trainer_model, group, tmp_path):
+    bucket_bytes = 4096
+    two = ranks(group, 2, trainer_model)
+    sizes = [tensor.nbytes for tensor in two.weights().values()]
+    assert sum(sizes) > 5 * (bucket_bytes + max(sizes))
+
+    async def publish():
+        calls = [rank.call("most_held", str(tmp_path / rank.name), bucket_bytes, returns=int) for rank in two.ranks]
+        return await asyncio.gather(*calls)
+
+    first, second = group.run(publish())
+    assert 0 < first <= bucket_bytes + max(sizes)
+    assert second == 0
+
+
+@pytest.mark.parametrize("trainer_model", ["llama"], indirect=True)
 def test_weights_that_a_store_refuses_or_loses_leave_the_ranks_able_to_publish_them_again(trainer_model, group):
     """Whoever stops writing in the middle still gathers to the end, and what is trained on meanwhile is not rescued."""
     two = ranks(group, 2, trainer_model)
@@ -160,7 +216,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_any_other_layout(trainer_model, 
     two.save(str(tmp_path / "saved"))
     before = two.weights()
     expected = [two.train_step(second), two.train_step(third)]
-    for number, tensor in ((3, 1), (2, 2), (1, 1)):
+    for number, tensor in ((3, 1), (2, 2), (4, 2), (1, 1)):
         resumed = ranks(group, number, trainer_model, tensor_parallel=tensor, **changes)
         resumed.load(str(tmp_path / "saved"))
         assert all(torch.equal(before[name], tensor) for name, tensor in resumed.weights().items())
@@ -169,7 +225,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_any_other_layout(trainer_model, 
             assert_same_report(got, report)
             assert got.learning_rate == report.learning_rate
             assert got.metrics["kl_reference"] == pytest.approx(report.metrics["kl_reference"], rel=1e-3)
-        if tensor == 2:
+        if (number, tensor) == (2, 2):
             resumed.load(str(tmp_path / "saved"))
             resumed.save(str(tmp_path / "again"))
     again = ranks(group, 1, trainer_model, **changes)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SHAPE = {
     "vocab_size": 61,
@@ -22,11 +33,21 @@ SHAPE = {
 
 
 def save_model(folder: Path, kind: str) -> Path:
-    """A model (Qwen3 with tied embeddings), and files that stand for its tokenizer; the folder."""
+    """A model (`qwen3` with tied embeddings, `llama`, `mistral`, `qwen2`, `qwen3_moe`) and what stands for a tokenizer.
+
+    The folder.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(7)
         if kind == "llama":
             model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        elif kind == "mistral":
+            model = MistralForCausalLM(MistralConfig(**SHAPE, tie_word_embeddings=False))
+        elif kind == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False))
+        elif kind == "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
     model.save_pretrained(folder)

@@ -48,7 +48,7 @@ class Part(Struct, frozen=True):
 
 
 def parts(shape: Shape) -> Iterator[Part]:
-    """All of them, in transformers' order. A name within a layer is that of the layer's module."""
+    """All of them, in transformers' order but for biases. A name within a layer is that of the layer's module."""
     yield Part("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), split=0, join="rows")
     for layer in range(shape.layers):
         yield from _layer(shape, layer)

@@ -49,14 +49,14 @@ def from_split_logits(
     highest_N = scaled_NV.detach().amax(-1)
     dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
     weights_NV = (scaled_NV - highest_N[:, None]).exp()
-    log_sum_N = _summed(weights_NV.sum(-1), group).log() + highest_N
+    sum_N = _summed(weights_NV.sum(-1), group)
+    log_sum_N = sum_N.log() + highest_N
     places_N = targets_N - dist.get_rank(group) * logits_NV.shape[-1]
     here_N = (places_N >= 0) & (places_N < logits_NV.shape[-1])
     own_N = scaled_NV.gather(-1, places_N.masked_fill(~here_N, 0)[:, None]).squeeze(-1).masked_fill(~here_N, 0)
     logprobs_N = _summed(own_N, group) - log_sum_N
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        mean_N = _summed(((scaled_NV - log_sum_N[:, None]).exp() * scaled_NV).sum(-1), group)
-        entropy_N = log_sum_N - mean_N
+        entropy_N = log_sum_N - _summed((weights_NV * scaled_NV).sum(-1), group) / sum_N
     return logprobs_N, entropy_N
 
 
