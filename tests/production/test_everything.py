@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,14 +54,21 @@ def lab(tmp_path: Path) -> Iterator[Laboratory]:
 def store_of(process: Process, run: Path) -> BucketStore:
     """The run's own Mooncake store, once it is there."""
     process.until(lambda: of_store(process, "node"), "a Mooncake node")  # started when the master listens
-    words = of_store(process, "node")[0].cmdline()
+    words = words_of(of_store(process, "node")[0])
     address = words[words.index("node") + 1]
     return BucketStore(MooncakeShelf(address, key_prefix(run)), bucket_bytes=262144, keep=3)
 
 
 def of_store(process: Process, part: str) -> list[psutil.Process]:
     """Processes of the run's Mooncake store."""
-    return [each for each in process.workers() if {part, "--guarded"} <= set(each.cmdline())]
+    return [each for each in process.workers() if {part, "--guarded"} <= set(words_of(each))]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; none where it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def check_versions(run: Path) -> int:
