@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.laboratory import SMALL, Laboratory, batches, check_audit, lines, summary
-from tests.production.mooncake_processes import have_mooncake
 
 pytestmark = pytest.mark.e2e
 
@@ -43,51 +41,6 @@ def test_a_run_trains_on_what_vllm_generated_under_weights_that_change(lab: Labo
     canaries = [line["canary"] for line in lines(lab.run / "metrics.jsonl") if "canary" in line]
     assert len(canaries) == 4
     assert max(canaries) < 1e-3
-
-
-ALL_APART = """
-steps = 4
-runtime = "ray"
-engine = "vllm"
-trainer = "fsdp2"
-[engine_options]
-block_size = 32
-kv_cache_memory_bytes = 67108864
-[tasks.frozenlake]
-max_turns = 4
-max_turn_tokens = 4
-[roles.actor_train]
-workers = 2
-[roles.environment]
-workers = 1
-[rollout]
-groups_per_batch = 2
-group_size = 3
-engine_slots = 16
-[weights]
-store = "mooncake"
-bucket_bytes = 262144
-[eval]
-every = 0
-episodes = 1
-[log]
-checkpoint_every = 0
-tensorboard = false
-"""
-"""Every back end that is not the default, in one run."""
-HAVE_ALL = importlib.util.find_spec("ray") is not None and have_mooncake()
-
-
-@pytest.mark.skipif(not HAVE_ALL, reason="no Ray or no Mooncake here: make test-production")
-def test_frozenlake_on_ray_with_vllm_two_ranks_and_a_mooncake_store(lab: Laboratory) -> None:
-    process = lab.start(text=ALL_APART)
-    assert process.wait(PATIENCE_S) == 0, process.text()
-    assert "they go through files in" not in process.text()
-    check_audit(lab.run, steps=4, alpha=1)
-    steps = [line for line in lines(lab.run / "metrics.jsonl") if "canary" in line]
-    assert len(steps) == 4
-    assert max(line["canary"] for line in steps) < 1e-3
-    assert {"training-0", "training-1"} <= summary(lab.run)["resources"]["workers"].keys()
 
 
 def test_an_option_that_vllm_does_not_know_ends_the_run_with_one_line(lab: Laboratory) -> None:
