@@ -2,9 +2,9 @@
 #
 #   make train                     train with configs/default.toml
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
-#   make test                      all tests; ARGS="tests/test_cli.py -x" for some
+#   make test                      all but the next two; ARGS="tests/test_cli.py -x" for some
 #   make test-ray                  those that need Ray, in an environment of their own
-#   make test-production           those that need vLLM, Mooncake, peft or Megatron-Core, in an environment of their own, no GPU
+#   make test-production           those of vLLM, Mooncake, peft, FSDP2 and Megatron-Core, in an environment of their own, no GPU
 #   make test-fuzz                 a served function against its own description, in an environment of its own
 #   make lint                      style, types, layers
 #   make bench                     the quick benchmarks, into benchmarks/out/
@@ -34,7 +34,7 @@ train: env
 	@$(BIN)/rollart train $(CONFIG) $(ARGS)
 
 test: env
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/production --ignore=tests/ray $(ARGS)
 
 test-ray: env-ray
 	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)

@@ -12,7 +12,7 @@ from rollart.cli import main
 pytestmark = pytest.mark.e2e
 
 CONFIG = """
-steps = 3
+steps = 8
 runtime = "inline"
 engine = "emulated"
 affinity = "auto"

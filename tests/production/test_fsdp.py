@@ -26,10 +26,18 @@ from rollart.sections import TrainConfig
 from rollart.types import Turn
 from tests.data.trainers.batches import batch
 from tests.data.trainers.rank_group import RankGroup
+from tests.data.trainers.tiny import save_model
 
 pytestmark = pytest.mark.timeout(400)  # several processes on a busy machine
 
+torch.set_num_threads(1)  # two would fight for the cores
 OPTIONS = TrainConfig(learning_rate=1e-2, lr_warmup_steps=0, micro_batch_tokens=16, collective_timeout_s=30)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def trainer_model(request, tmp_path_factory):
+    """A folder with a model (Qwen3 with tied embeddings), and files that stand for its tokenizer."""
+    return save_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
