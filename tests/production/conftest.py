@@ -17,6 +17,7 @@ import safetensors.torch
 from rollart.data.engines.vllm import VLLMEngine
 from rollart.data.engines.vllm_seam import Core, start_here
 from tests.data.tiny_models import TinyModel, make_tiny_models
+from tests.e2e.conftest import lab  # noqa: F401 - a fixture
 
 pytest.register_assert_rewrite("tests.data.engine_contract", "tests.data.handoff_contract")
 
