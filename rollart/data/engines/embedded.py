@@ -29,7 +29,7 @@ import torch
 from rollart.data.engines.attention import Work, plan
 from rollart.data.engines.causal_lm import CausalLM
 from rollart.data.engines.prefixes import Kept, Prefixes, most_alike
-from rollart.data.engines.request import Arrived, Running, check_request, check_vocabulary, load_tokenizer
+from rollart.data.engines.request import Arrived, Running, check_request, check_vocabulary, go_on_after, load_tokenizer
 from rollart.data.engines.sampling import Sampler
 from rollart.data.engines.slots import Slots
 from rollart.data.engines.stage_times import StageTimes
@@ -132,10 +132,7 @@ class EmbeddedEngine:
 
     def _add_after(self, request: GenRequest, so_far: GenResult) -> Running:
         self.add(request)
-        running = self._waiting.pop()
-        running.go_on(so_far)
-        self._waiting.append(running)
-        return running
+        return go_on_after(self._waiting, so_far)
 
     def payload(self, request: GenRequest, so_far: GenResult, start: int) -> Payload | None:
         """Keys and values of the request's tokens from `start` to the last but one, if all are kept."""

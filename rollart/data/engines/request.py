@@ -9,6 +9,7 @@ Left out: scheduling.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,17 @@ class Running:
             decode_s=self.decode_s,
             received_tokens=self.received,
         )
+
+
+def go_on_after(waiting: deque[Running], so_far: GenResult) -> Running:
+    """The request that was queued last, which begins after what was generated elsewhere.
+
+    Raises GenerationError when nothing may follow it, and the request is then queued no more.
+    """
+    running = waiting.pop()
+    running.go_on(so_far)
+    waiting.append(running)
+    return running
 
 
 def load_tokenizer(path: Any) -> Tokenizer | None:

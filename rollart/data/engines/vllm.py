@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.data.engines.parameters import check_positions, of_checkpoint, vetted
-from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
+from rollart.data.engines.request import Running, check_request, check_vocabulary, go_on_after, load_tokenizer
 from rollart.data.engines.sampling import seed_of
 from rollart.data.engines.stage_times import StageTimes
 from rollart.data.engines.vllm_seam import Core, News, Parcel, start_here
@@ -155,10 +155,7 @@ class VLLMEngine:
 
     def _add_after(self, request: GenRequest, so_far: GenResult) -> Running:
         self.add(request)
-        running = self._waiting.pop()
-        running.go_on(so_far)
-        self._waiting.append(running)
-        return running
+        return go_on_after(self._waiting, so_far)
 
     def _parcel(self, start: int, end: int, payload: Payload) -> Parcel:
         num_blocks, odd = divmod(memoryview(payload).nbytes, self._core.block_bytes)

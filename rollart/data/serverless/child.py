@@ -105,7 +105,7 @@ class _Requests:
 
     def has_next(self) -> bool:
         """Whether the next frame is here."""
-        return len(self._read) >= HEADER.size and len(self._read) >= self._end()
+        return len(self._read) >= HEADER.size and len(self._read) >= self._next_ends()
 
     def next(self) -> bytes:
         """The next frame; the process ends with the stream."""
@@ -113,12 +113,12 @@ class _Requests:
             if not (part := self._connection.recv(1 << 20)):
                 _end()
             self._read += part
-        end = self._end()
+        end = self._next_ends()
         frame = bytes(self._read[HEADER.size : end])
         del self._read[:end]
         return frame
 
-    def _end(self) -> int:
+    def _next_ends(self) -> int:
         return HEADER.size + int(HEADER.unpack_from(self._read)[0])
 
 
