@@ -36,16 +36,17 @@ trajectories_every = 7
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Laboratory]:
     """A place for runs; afterwards no process of theirs and no weights in shared memory are left."""
-    yield from _watched(Laboratory(tmp_path))
+    yield from watched(Laboratory(tmp_path))
 
 
 @pytest.fixture(scope="package")
 def first_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     """The place of the run that several tests look at."""
-    yield from _watched(Laboratory(tmp_path_factory.mktemp("first")))
+    yield from watched(Laboratory(tmp_path_factory.mktemp("first")))
 
 
-def _watched(place: Laboratory) -> Iterator[Laboratory]:
+def watched(place: Laboratory) -> Iterator[Laboratory]:
+    """The place; its runs are then ended, and nothing of them may be left."""
     torch.set_num_threads(1)
     try:
         yield place

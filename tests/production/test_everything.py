@@ -16,6 +16,7 @@ from rollart.data.stores.mooncake_shelf import MooncakeShelf
 from rollart.data.weights import BucketStore
 from rollart.run_folder import checkpoints
 from tests.data.serverless.invoke_engine import environ
+from tests.e2e.conftest import watched
 from tests.e2e.laboratory import REPOSITORY, Laboratory, Process, batches, check_audit, lines, steps_done, summary
 
 REASON = "not installed: {}; run them with: make test-production"
@@ -40,15 +41,8 @@ ALPHA = 1
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Laboratory]:
     """A place for runs that start a Ray of their own; afterwards nothing of them is left, not even in shared memory."""
-    place = Laboratory(tmp_path)
-    try:
-        with environ(RAY_ADDRESS="local"):
-            yield place
-    finally:
-        for process in place.processes:
-            process.end()
-    assert place.weights() == []
-    assert psutil.Process().children(recursive=True) == []
+    with environ(RAY_ADDRESS="local"):
+        yield from watched(Laboratory(tmp_path))
 
 
 def store_of(process: Process, run: Path) -> BucketStore:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import psutil
 import pytest
 
@@ -15,19 +12,6 @@ pytest.importorskip("mooncake.store", reason=REASON, exc_type=ImportError)
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
 
 ON_MOONCAKE = ("runtime=local", "weights.store=mooncake", "train.learning_rate=1e-2")
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Laboratory]:
-    """A place for runs; afterwards no process of theirs and no weights in shared memory are left."""
-    place = Laboratory(tmp_path)
-    try:
-        yield place
-    finally:
-        for process in place.processes:
-            process.end()
-    assert place.weights() == []
-    assert psutil.Process().children(recursive=True) == []
 
 
 def kill(lab: Laboratory, word: str) -> None:
