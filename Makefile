@@ -2,7 +2,7 @@
 #
 #   make train                     train with configs/default.toml
 #   make train ARGS="steps=50"     ... with overrides; CONFIG=configs/other.toml takes another file
-#   make test                      all but the next two; ARGS="tests/test_cli.py -x" for some
+#   make test                      all but the next two; ARGS="tests/test_cli.py -x" for some, JOBS=0 in one process
 #   make test-ray                  those that need Ray, in an environment of their own
 #   make test-production           those of vLLM, Mooncake, peft, FSDP2 and Megatron-Core, in an environment of their own, no GPU
 #   make test-fuzz                 a served function against its own description, in an environment of its own
@@ -16,6 +16,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11
 VENV ?= .venv
 CONFIG ?= configs/default.toml
 ARGS ?=
+JOBS ?= 2
 BENCHMARKS ?= control_plane engine schedules affinity weights fsdp
 RAY_VENV ?= .venv-ray
 PRODUCTION_VENV ?= .venv-production
@@ -34,7 +35,7 @@ train: env
 	@$(BIN)/rollart train $(CONFIG) $(ARGS)
 
 test: env
-	$(BIN)/python -m pytest --ignore=tests/production --ignore=tests/ray $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore=tests/production --ignore=tests/ray $(ARGS)
 
 test-ray: env-ray
 	$(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)

@@ -240,7 +240,14 @@ def _check(parts: Parts, words: list[str]) -> int:
 
     config = _load(words)
     parts.rehearse(config)
-    specs, placement = parts.specs(config), parts.place(config)
+    try:
+        specs, placement = parts.specs(config), parts.place(config)
+    except ConfigError as error:
+        if config.simulate is None:
+            raise
+        print(to_toml(config))
+        to_stderr(f"this config can be simulated, but not trained: {error}")
+        return 0
     print(to_toml(config))
     print(derived(config, specs, placement))
     for warning in warnings(config):

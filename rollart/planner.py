@@ -15,19 +15,12 @@ plans there are (`plan_space.py`), the simulation (`simulator.py`) and the words
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
 
 from msgspec.structs import replace
 
@@ -36,14 +29,11 @@ from rollart.config import Config
 from rollart.errors import ConfigError, RollartError
 from rollart.plan_choice import Choice, changes, configured
 from rollart.plan_command import Allowance, Objective, Order
+from rollart.plan_processes import Runner, Simulate, as_interrupt, runner
 from rollart.plan_report import Plan, Plans, report, to_config, to_json
 from rollart.plan_space import Space
 from rollart.sections import SimulateConfig
 from rollart.simulation import Simulation
-
-Simulate = Callable[[Config], Simulation]
-Runner = Callable[[Sequence[Config]], Iterator[tuple[int, Simulation | str]]]
-"""Simulates configs; (index, result, or why there is none) as they end, in any order."""
 
 BEAM = 2
 """Plans whose neighbours are tried in a round."""
@@ -118,8 +108,8 @@ def plan(
     be planned, or simulated itself.
     """
     space = Space(config, allowed or Allowance())
-    with _runner(simulate, jobs) as runner:
-        search = _Search(space, runner, objective, trials, top, say)
+    with runner(simulate, jobs) as run:
+        search = _Search(space, run, objective, trials, top, say)
         interrupted = False
         try:
             search.run()
@@ -344,79 +334,6 @@ def _tags(config: Config, simulation: Simulation) -> list[str]:
     return sorted(sums, key=lambda tag: (-sums[tag][0] / max(1.0, sums[tag][1]), tag))
 
 
-# ----------------------------------------------------------------------------------------------------------- processes
-@contextmanager
-def _runner(simulate: Simulate, jobs: int) -> Iterator[Runner]:
-    """Simulates in this process, or in `jobs` others, which are gone when this ends."""
-    if jobs < 2:
-        yield lambda configs: ((index, attempt(simulate, config)) for index, config in enumerate(configs))
-        return
-    before = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_prepare)
-    try:
-        yield lambda configs: _spread(executor, simulate, configs)
-    finally:
-        for child in set(multiprocessing.active_children()) - before:
-            child.kill()
-        executor.shutdown(cancel_futures=True)
-
-
-def _spread(
-    executor: ProcessPoolExecutor, simulate: Simulate, configs: Sequence[Config]
-) -> Iterator[tuple[int, Simulation | str]]:
-    futures: dict[Future[Simulation | str], int] = {
-        executor.submit(attempt, simulate, config): index for index, config in enumerate(configs)
-    }
-    for future in as_completed(futures):
-        yield futures[future], future.result()
-
-
-def attempt(simulate: Simulate, config: Config) -> Simulation | str:
-    """A simulation, or why there is none. Of the module, so that another process finds it."""
-    try:
-        return simulate(config)
-    except RollartError as error:
-        return str(error)
-
-
-def _simulated(config: Config) -> Simulation:
-    """As `attempt`: of the module."""
-    return simulator.simulate(config)
-
-
-def _prepare() -> None:
-    """A signal may reach every process of a group: the one that searches decides. When that is gone, so is this one."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_follow, daemon=True).start()
-
-
-def _follow() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-@contextmanager
-def as_interrupt() -> Iterator[None]:
-    """SIGTERM, and a terminal that goes away, end the search as Ctrl-C does: with the best so far."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # no signal comes here
-        yield
-        return
-    wanted = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
-    before = {each: signal.signal(each, stop) for each in wanted}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 def _teller() -> Callable[[str], None]:
     """Progress on stderr, with the time since now."""
     began = time.monotonic()
@@ -426,3 +343,8 @@ def _teller() -> Callable[[str], None]:
         print(f"rollart: {minutes}m{seconds:02d}s {line}", file=sys.stderr, flush=True)  # noqa: T201
 
     return tell
+
+
+def _simulated(config: Config) -> Simulation:
+    """Of the module, so that another process finds it."""
+    return simulator.simulate(config)

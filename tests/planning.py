@@ -5,14 +5,17 @@ Everything here is of the module, so that other processes find it.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from typing import Any
 
 from rollart.config import Config, parse
 from rollart.errors import ConfigError
+from rollart.plan_processes import as_interrupt
 from rollart.plan_report import report
-from rollart.planner import as_interrupt, plan
+from rollart.planner import plan
 from rollart.simulation import Simulation
 
 TOKENS = 1_000_000.0
@@ -82,6 +85,20 @@ def formula(config: Config) -> Simulation:
         cost_per_hour=cost,
         cost_per_million_tokens=cost * step_s / 3600,
     )
+
+
+def picky(config: Config) -> Simulation:
+    """As `formula`. Raises ConfigError for `auto`."""
+    if config.affinity == "auto":
+        raise ConfigError("it does not fit")
+    return formula(config)
+
+
+def deadly(config: Config) -> Simulation:
+    """As `formula`, but the process dies of `auto`."""
+    if config.affinity == "auto":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return formula(config)
 
 
 def simulation(**changes: Any) -> Simulation:

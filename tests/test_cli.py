@@ -223,6 +223,13 @@ def test_a_tiny_model_that_cannot_learn_is_told_in_one_line(toml: str, capsys: p
         assert capsys.readouterr().err == ""
 
 
+def test_check_of_what_can_only_be_simulated_says_why_it_cannot_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(Path(__file__).parents[1] / "configs" / "paper.toml")]) == 0
+    said = capsys.readouterr()
+    assert "[tasks.webshop]" in said.out
+    assert "can be simulated, but not trained: tasks.webshop: unknown environment 'webshop'" in said.err
+
+
 def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", toml, "rollout.free_slots=train_start"], FakeParts()) == 0
     output = capsys.readouterr().out

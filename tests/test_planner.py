@@ -21,7 +21,8 @@ from rollart.plan_command import Allowance
 from rollart.plan_report import Plan, report, to_config, to_json, why
 from rollart.planner import plan
 from rollart.simulation import Simulation
-from tests.planning import Counting, formula, made, simulation
+from tests.e2e.laboratory import as_in_a_terminal
+from tests.planning import Counting, deadly, formula, made, picky, simulation
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,6 +45,13 @@ def test_the_best_plan_is_better_at_no_more_cost_and_says_so() -> None:
 def test_many_processes_find_the_same_plans_as_one() -> None:
     alone, together = (plan(made(), formula, trials=30, jobs=jobs) for jobs in (1, 2))
     assert msgspec.json.encode(alone) == msgspec.json.encode(together)
+
+
+def test_a_simulation_whose_process_is_killed_costs_no_other() -> None:
+    refused, killed = plan(made(), picky, trials=30), plan(made(), deadly, trials=30, jobs=2)
+    assert msgspec.json.encode(refused.plans) == msgspec.json.encode(killed.plans)
+    killed_one = "the process that simulated it was killed (no memory left? --jobs 1 needs least)"
+    assert killed.impossible == {killed_one: refused.impossible["it does not fit"]}
 
 
 def test_no_more_simulations_are_run_than_asked_for_and_the_last_are_as_long_as_the_config_says() -> None:
@@ -144,7 +152,8 @@ def test_every_simulation_is_one_line() -> None:
 def searching() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A search in a process group of its own, some simulations after its start, and its children."""
     command = [sys.executable, "-m", "tests.planning"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    own = {"start_new_session": True, "preexec_fn": as_in_a_terminal}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **own) as process:
         assert process.stdout is not None
         for _ in range(5):
             process.stdout.readline()

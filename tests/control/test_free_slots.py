@@ -222,7 +222,7 @@ def irregular(request: object) -> int:
         {"rollout__extra_groups": "auto"},
         {"rollout__zero_variance": "replace", "env": FakeEnv(reward=lambda env_id: float(share(env_id) > 0.7))},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options) or "plain",
 )
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_whatever_is_redundant_nothing_too_old_is_trained_and_no_slot_leaks(

@@ -58,7 +58,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-                preexec_fn=_as_in_a_terminal,
+                preexec_fn=as_in_a_terminal,
             )
         self.pid = self._popen.pid
 
@@ -178,7 +178,7 @@ def check_audit(run: Path, steps: int, alpha: float) -> None:
         assert sum(age > math.floor(alpha) for age in oldest) <= (alpha % 1) * len(oldest)
 
 
-def _as_in_a_terminal() -> None:
+def as_in_a_terminal() -> None:
     """Tests that run under nohup hand down a deaf ear, and rollart respects it."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

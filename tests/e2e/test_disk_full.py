@@ -15,7 +15,7 @@ from tests.e2e.laboratory import SMALL, Laboratory, lines
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"])
-STEPS = 24
+STEPS = 30
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while_and_again_at_the_end
     task = f"""
 [tasks.fills_disk]
 env = "tests.e2e.hostile:FillsDisk"
-options = {{ place = {json.dumps(str(disk))}, fill = [20, 110], free = [60] }}
+options = {{ place = {json.dumps(str(disk))}, fill = [20, 130], free = [80] }}
 max_turn_tokens = 4
 """
     mount = 'mount -t tmpfs -o size=8m tmpfs "$0" && "$@"; code=$?; cp -r "$0/runs" "$0/../copy"; exit $code'
