@@ -8,6 +8,7 @@ Shape suffixes: O outputs of a layer, I inputs, R rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,11 @@ from rollart.sections import LoraConfig
 
 
 def adapted_layers(model: Any, settings: LoraConfig) -> dict[str, nn.Linear]:
-    """The linear layers whose name ends with a target, in the order of the model. Raises ConfigError without any."""
+    """The linear layers whose name ends with a target, in the order of the model.
+
+    Raises ConfigError for a target without any, and for a layer whose matrix another layer has too: one of them adapted
+    is two matrices, and an engine that keeps one would be silently wrong.
+    """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     last = sorted({name.rpartition(".")[2] for name in linear})
     for target in settings.targets:
@@ -26,7 +31,15 @@ def adapted_layers(model: Any, settings: LoraConfig) -> dict[str, nn.Linear]:
             raise ConfigError(
                 f"train.lora.targets: no linear layer of the model ends with {target!r}{nearest(target, last)}"
             )
-    return {name: layer for name, layer in linear.items() if any(_ends(name, each) for each in settings.targets)}
+    adapted = {name: layer for name, layer in linear.items() if any(_ends(name, each) for each in settings.targets)}
+    holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, layer in adapted.items():
+        if holders[id(layer.weight)] > 1:
+            raise ConfigError(
+                f"train.lora.targets: {name!r} shares its matrix with another layer of the model "
+                "(tie_word_embeddings), and cannot be adapted alone; leave it out"
+            )
+    return adapted
 
 
 def names_of(layer: str) -> tuple[str, str]:

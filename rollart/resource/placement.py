@@ -244,6 +244,11 @@ def _workers(config: Config, specs: Sequence[PoolSpec], role: str) -> list[Wante
     servers = server_urls(config) if role == "actor_gen" else []
     if isinstance(asked, dict):
         names = [name for name, number in asked.items() for _ in range(number)]
+        if not names:
+            raise ConfigError(
+                f"roles.{role}.workers: none at all; give a class a number, such as {{ {classes[0]} = 1 }}, "
+                "or leave it out"
+            )
     else:
         names = list(islice(cycle(classes), asked or len(servers) or len(classes)))
     if servers and len(names) != len(servers):

@@ -89,3 +89,9 @@ def test_an_adapter_of_another_shape_changes_nothing(tiny_models: dict[str, Tiny
 def test_a_target_that_no_layer_has_is_refused_with_the_nearest(tiny_models: dict[str, TinyModel]) -> None:
     with pytest.raises(ConfigError, match=r"train\.lora\.targets: no linear layer .*'qproj'; did you mean 'q_proj'"):
         engine(tiny_models["llama"], targets=["qproj"])
+
+
+def test_a_matrix_that_two_layers_share_is_not_adapted_in_one_of_them(tiny_models: dict[str, TinyModel]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lora\.targets: 'lm_head' shares its matrix with another layer"):
+        engine(tiny_models["qwen3"], targets=["q_proj", "lm_head"])
+    engine(tiny_models["llama"], targets=["q_proj", "lm_head"])  # has a head of its own
