@@ -76,9 +76,6 @@ def train(config: Config, resume: Path | None = None, checkpoint: int | None = N
                 return asyncio.run(_Run(config, folder, view, None, began).to_the_end())
         state = _resumable(config, resume, checkpoint)
         with RunFolder.open(resume, warn=view.warn) as folder:
-            Checkpoints(resume / "checkpoints", config.log.checkpoints_kept).forget_after(state.step)
-            folder.write_config(config, sys.argv)
-            folder.rewind(state.step)
             return asyncio.run(_Run(config, folder, view, state, began).to_the_end())
 
 
@@ -245,6 +242,7 @@ class _Run:
         if self._state is not None:
             self._view.say(f"resuming after step {self._state.step}")
             await workers.trainer.load(str(self._checkpoints.trainer_folder(self._state.step)))
+            self._go_on_from(self._state.step)
             return
         for warning in warnings(self._config):
             self._folder.note(warning)
@@ -261,6 +259,12 @@ class _Run:
             self._view.say(f"warm-up: step {step}/{settings.warmup_steps}, loss {loss:.3f}")
         first, last = running.result()
         self._view.say(f"warm-up: loss {first:.3f} -> {last:.3f}, {time.monotonic() - self._began:.0f} s since start")
+
+    def _go_on_from(self, step: int) -> None:
+        """What the run did after `step` is forgotten: only now that all workers are there and have what they need."""
+        self._checkpoints.forget_after(step)
+        self._folder.write_config(self._config, sys.argv)
+        self._folder.rewind(step)
 
     def _warmup_sequences(self, specs: dict[str, TaskSpec], model: Path) -> list[tuple[list[int], list[float]]]:
         tasks = {name: (spec, registry.factory(self._config.tasks[name], name)) for name, spec in specs.items()}

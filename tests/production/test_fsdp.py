@@ -102,7 +102,7 @@ def test_ranks_that_split_every_matrix_are_one_process(trainer_model, number, gr
 def first_moments(folder):
     """Of the optimizer, after one step a tenth of every gradient."""
     if not (folder / "shards").is_dir():
-        state = safetensors.torch.load_file(folder / "trainer.safetensors")
+        state = safetensors.torch.load_file(folder / "state" / "trainer.safetensors")
         return {name: tensor for name, tensor in state.items() if name.endswith("/exp_avg")}
     reader = FileSystemReader(folder / "shards")
     saved = reader.read_metadata().state_dict_metadata

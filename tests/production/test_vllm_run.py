@@ -33,7 +33,7 @@ def lab(tmp_path: Path) -> Iterator[Laboratory]:
 
 
 def test_a_run_trains_on_what_vllm_generated_under_weights_that_change(lab: Laboratory) -> None:
-    process = lab.start("steps=4", text=ON_VLLM)
+    process = lab.start("steps=4", "log.checkpoint_every=4", text=ON_VLLM)
     assert process.wait(PATIENCE_S) == 0, process.text()
     check_audit(lab.run, steps=4, alpha=1)
     assert summary(lab.run)["outcome"] == "completed"
@@ -41,6 +41,9 @@ def test_a_run_trains_on_what_vllm_generated_under_weights_that_change(lab: Labo
     canaries = [line["canary"] for line in lines(lab.run / "metrics.jsonl") if "canary" in line]
     assert len(canaries) == 4
     assert max(canaries) < 1e-3
+    evaluation = lab.launch("eval", str(lab.run), "--episodes", "2")
+    assert evaluation.wait(PATIENCE_S) == 0, evaluation.text()
+    assert "failed 0" in evaluation.text()
 
 
 def test_an_option_that_vllm_does_not_know_ends_the_run_with_one_line(lab: Laboratory) -> None:

@@ -1,13 +1,14 @@
 """A trainer's checkpoint folder: the model in Hugging Face format, its tokenizer, and what an exact resume needs.
 
     config.json, model*.safetensors, tokenizer files ...   loads in transformers or an engine as it is
-    trainer.safetensors                                    optimizer, random state, reference model; of one process
+    state/trainer.safetensors                              optimizer, random state, reference model; of one process
     shards/                                                the same, and the weights, of several (torch's own format)
     trainer.json                                           counters, and the size of every other file
 
 Invariant: `trainer.json` is renamed into place last, so a folder without it, or with other sizes than it says, is
-half-written and refused. What this file leaves out: which checkpoints are kept, the rest of a run's state, and how
-shards are written (`shards.py`).
+half-written and refused; beside config.json lie no tensors but the model's, for an engine loads all that lie there.
+What this file leaves out: which checkpoints are kept, the rest of a run's state, and how shards are written
+(`shards.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from rollart.errors import RunFolderError, boundary
 
-STATE, TENSORS, SHARDS = "trainer.json", "trainer.safetensors", "shards"
+STATE, TENSORS, SHARDS = "trainer.json", "state/trainer.safetensors", "shards"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"})
 
 
@@ -53,6 +54,7 @@ def write(
         begin(folder)
         model.save_pretrained(folder, state_dict=weights)
         copy_companions(model_folder, folder)
+        (folder / TENSORS).parent.mkdir()
         safetensors.torch.save_file(dict(tensors), folder / TENSORS)
         finish(folder, state)
 
@@ -79,7 +81,8 @@ def read(folder: str | Path) -> tuple[dict[str, Tensor], TrainerState]:
             "(one worker will do), or start anew from it as a model"
         )
     with boundary(RunFolderError, f"reading the checkpoint in {folder}"):
-        return safetensors.torch.load_file(folder / TENSORS), state
+        path = folder / TENSORS if (folder / TENSORS).is_file() else folder / "trainer.safetensors"  # of older ones
+        return safetensors.torch.load_file(path), state
 
 
 def read_state(folder: str | Path) -> TrainerState:

@@ -264,7 +264,7 @@ def test_a_half_written_checkpoint_is_refused_and_changes_nothing(trainer_model,
         data = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     elif damage == "missing":
-        (folder / "trainer.safetensors").unlink()
+        (folder / "state" / "trainer.safetensors").unlink()
     else:
         shutil.rmtree(folder)
     fresh = trainer(trainer_model)
