@@ -364,7 +364,8 @@ async def started(
         stack.push_async_callback(_shielded, runtime.shutdown)
         bindings = await resources.bind_all(placement.wanted)
         recipes = _recipes(config, model, dict(weights), placement, parcels)
-        members = await spawn(runtime, [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings])
+        wanted = [(each, TARGETS[each.role], recipes[each.role](each)) for each in bindings]
+        members = await spawn(runtime, wanted, say=say)
         trainers = await _trainers(config, [each for each in members if each.binding.role == "actor_train"], nodes)
         by_name = {member.name: member for member in members}
         workers = Workers(runtime, resources, placement, recipes, by_name, say, trainers)

@@ -38,6 +38,11 @@ Out = TypeVar("Out")
 R = TypeVar("R")
 W = TypeVar("W")
 
+PROGRESS_S = 15.0
+"""Between two words of who is not there yet."""
+NAMED = 4
+"""Workers that such a word names at most."""
+
 REDUCE: dict[str, Callable[[list[tuple[Any, int]]], Any]] = {
     "concat": lambda parts: [entry for result, _ in parts for entry in result],
     "list": lambda parts: [result for result, _ in parts],
@@ -62,9 +67,15 @@ class Member(Struct, frozen=True):
 
 
 async def spawn(
-    runtime: Runtime, wanted: Iterable[tuple[Binding, str, Mapping[str, Any]]], timeout_s: float | None = None
+    runtime: Runtime,
+    wanted: Iterable[tuple[Binding, str, Mapping[str, Any]]],
+    timeout_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[Member]:
-    """Start workers (binding, target, kwargs), all at once; nobody is left behind when one fails to start."""
+    """Start workers (binding, target, kwargs), all at once; nobody is left behind when one fails to start.
+
+    say: hears now and then who is not there yet.
+    """
     wanted = list(wanted)
     starting = [
         asyncio.ensure_future(runtime.spawn(binding.worker, target, kwargs, binding))
@@ -72,7 +83,7 @@ async def spawn(
     ]
     try:
         async with asyncio.timeout(timeout_s):
-            handles = await asyncio.gather(*starting)
+            handles = await _all_there(starting, [binding.worker for binding, _, _ in wanted], say)
     except BaseException:
         for task in starting:
             task.cancel()
@@ -80,6 +91,17 @@ async def spawn(
         await asyncio.gather(*(each.stop() for each in ended if not isinstance(each, BaseException)))
         raise
     return [Member(handle, binding) for handle, (binding, _, _) in zip(handles, wanted, strict=True)]
+
+
+async def _all_there(
+    starting: Sequence[asyncio.Future[WorkerHandle]], names: Sequence[str], say: Callable[[str], None]
+) -> list[WorkerHandle]:
+    handles = asyncio.gather(*starting)
+    while not (await asyncio.wait({handles}, timeout=PROGRESS_S))[0]:
+        missing = [name for name, task in zip(names, starting, strict=True) if not task.done()]
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        say(f"still starting: {', '.join(missing[:NAMED])}{more}")
+    return handles.result()
 
 
 class Cluster(Generic[W]):

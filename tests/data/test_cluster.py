@@ -13,7 +13,10 @@ from typing import Any, Literal
 import pytest
 
 import rollart.distributed as rdist
+from rollart.data.cluster import spawn
 from rollart.errors import ConfigError, ResourceError, RewardError, WorkerDied, WorkerError
+from rollart.types import Binding, NodeInfo
+from rollart.virtual_time import run_virtual
 
 PATIENCE_S = 60.0
 
@@ -224,6 +227,36 @@ def test_a_serverless_attribute_is_replaced_by_what_its_url_names() -> None:
             await session.cluster(Astray)
 
     in_session(main)
+
+
+class Slow:
+    """A runtime whose workers take as many seconds to start as their targets say; a negative one fails."""
+
+    async def nodes(self) -> list[NodeInfo]:
+        return []
+
+    async def spawn(self, name: str, target: str, kwargs: Any, binding: Binding | None = None) -> Any:
+        await asyncio.sleep(abs(float(target)))
+        if float(target) < 0:
+            raise ResourceError(f"{name} cannot be")
+        return name
+
+    async def shutdown(self) -> None: ...
+
+
+def on_cpu(number: int) -> Binding:
+    return Binding(f"run/w-{number}", "actor_gen", "CPU", "CPU", "localhost", (), "CPU")
+
+
+def test_who_is_not_there_yet_is_told_while_workers_start() -> None:
+    said: list[str] = []
+    wanted = [(on_cpu(number), seconds, {}) for number, seconds in enumerate(("1", "20", "40", "16", "17", "18"))]
+    members = run_virtual(spawn(Slow(), wanted, say=said.append))
+    assert [member.handle for member in members] == [f"w-{number}" for number in range(6)]
+    assert said == ["still starting: w-1, w-2, w-3, w-4 and 1 more", "still starting: w-2"]
+    with pytest.raises(ResourceError, match="w-1 cannot be"):
+        run_virtual(spawn(Slow(), [(on_cpu(0), "90", {}), (on_cpu(1), "-20", {})], say=said.append))
+    assert said[2:] == ["still starting: w-0, w-1"]
 
 
 SCRIPT = """
