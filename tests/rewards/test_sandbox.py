@@ -102,7 +102,8 @@ print("gone")
 """
     outcome = Sandbox(timeout_s=10.0).run(program)
     assert (outcome.status, outcome.stdout) == (0, b"gone\n"), outcome
-    assert not [each for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or [])]
+    left = [each for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or [])]
+    assert not psutil.wait_procs(left, timeout=10)[1]
 
 
 def test_there_is_no_network():
