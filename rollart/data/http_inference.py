@@ -26,7 +26,7 @@ from pathlib import Path
 import safetensors.torch
 
 from rollart.checks import nearest
-from rollart.data.engines.parameters import INDEX, check_positions, config_of, of_checkpoint, vetted
+from rollart.data.engines.parameters import INDEX, check_positions, config_of, of_checkpoint, read_checkpoint, vetted
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
 from rollart.data.engines.sampling import seed_of
 from rollart.data.http_servers import SERVERS, Answer, Server, Wire
@@ -53,6 +53,7 @@ class Flight:
 class HTTPInference:
     """What lives in an inference process where `engine = "http"`. Has the methods of `InferenceWorker`.
 
+    `store`: None where every version has the weights of `model_folder`, which a server need not hold.
     `url`, `kind`: the server's; `token_env`: environment variable with its bearer token; `timeout_s`: of one call;
     `slots`, `max_model_tokens`, `seed`, `published_dtype`: as of the vLLM engine; `weights_folder`: a folder that this
     process writes and the server reads, by default shared memory. `patience_s`: in which a server that was told to end
@@ -63,7 +64,7 @@ class HTTPInference:
     def __init__(
         self,
         model_folder: str,
-        store: WeightStore,
+        store: WeightStore | None,
         url: str,
         kind: str,
         slots: int = 64,
@@ -333,10 +334,15 @@ class HTTPInference:
         place = self._folder.path / f"v{version}"
         try:
             with boundary(WeightsError, f"writing version {version} into {place}"):
-                return write_checkpoint(place, self._model_folder, vetted(self._own, self._store.fetch(version)))
+                return write_checkpoint(place, self._model_folder, vetted(self._own, self._tensors(version)))
         except WeightsError:
             shutil.rmtree(place, ignore_errors=True)
             raise
+
+    def _tensors(self, version: int) -> Tensors:
+        if self._store is None:
+            return read_checkpoint(str(self._model_folder), self._own)
+        return self._store.fetch(version)
 
 
 def write_checkpoint(place: Path, model_folder: Path, tensors: Tensors) -> list[Path]:
