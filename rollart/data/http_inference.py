@@ -9,7 +9,8 @@ Weights go through files in `weights_folder`, which the server must be able to r
 read by the server at the UPDATE, then removed.
 
 Invariants: every accepted `generate` ends exactly once; between SUSPEND and RESUME no call that generates is under way;
-every token has the version that the server held when it was sent for.
+every token has the version that the server held when it was sent for, and says that it held when it was generated: what
+a worker loads has a name that nobody else gives.
 Left out: the server's life. It is started, watched and stopped by its owner.
 """
 
@@ -19,6 +20,7 @@ import asyncio
 import itertools
 import json
 import math
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -91,7 +93,8 @@ class HTTPInference:
         self._folder = WeightsFolder(Path(weights_folder), "served")
         self._flights: dict[str, Flight] = {}
         self._num_sent, self._landed = 0, asyncio.Event()
-        self._suspended, self._version, self._loaded, self._broken = False, 0, "", ""
+        self._suspended, self._version, self._broken = False, 0, ""
+        self._own_name, self._loaded = f"rollart-{secrets.token_hex(4)}", ""
         self._writing: tuple[int, asyncio.Task[list[Path]]] | None = None
         self._generated_tokens = self._prefilled_tokens = self._cached_tokens = self._recomputed_tokens = 0
         self._num_calls, self._busy_s, self._busy_since = 0, 0.0, 0.0
@@ -146,7 +149,8 @@ class HTTPInference:
         answer = await self._send(flight)
         if answer.weights and self._loaded not in ("", answer.weights):
             raise GenerationError(
-                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again?"
+                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again, or "
+                "does another run use it?"
             )
         reason, error = self._take(running, answer)
         if reason is None and not _is_given_up(flight):
@@ -305,15 +309,16 @@ class HTTPInference:
         return self._version
 
     async def _load(self, version: int, files: list[Path]) -> None:
+        name = f"{self._own_name}/{version}"
         try:
             with boundary(GenerationError, f"the answer of {self._url}"):
-                await self._server.load(version, files)
+                await self._server.load(name, files)
         except GenerationError as error:
             self._broken = (
                 f"{self._url} may not hold the weights of one version, since loading {version} failed: {error}"
             )
             raise WeightsError(self._broken) from error
-        self._version, self._loaded, self._broken = version, str(version), ""
+        self._version, self._loaded, self._broken = version, name, ""
         for flight in self._flights.values():
             self._recomputed_tokens += flight.running.computed
             flight.running.computed = 0

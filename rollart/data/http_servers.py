@@ -8,6 +8,7 @@
     go on         POST /resume                                    POST /continue_generation
     weights       POST /start_weight_update, then /update_weights POST /update_weights_from_disk, which also empties
                   per file, /finish_weight_update                 the cache
+    their name    GET /weight_info                                with every answer
     empty cache   POST /reset_prefix_cache                        POST /flush_cache
     alive         GET /health                                     GET /health
 
@@ -41,8 +42,8 @@ SCORED = "rollart-logprobs"
 
 
 class Answer(NamedTuple):
-    """What a server generated. `cached`: tokens of the prompt that it did not compute; `weights`: the version that it
-    says it used; 0 and "" where it does not say.
+    """What a server generated. `cached`: tokens of the prompt that it did not compute, 0 where it does not say;
+    `weights`: the name of those that it used, "" where it generated nothing.
     """
 
     tokens: list[int]
@@ -86,7 +87,7 @@ class Server(Protocol):
         """Begin requests again."""
         ...
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load weights from the safetensors files of a folder in Hugging Face format, and empty the cache."""
         ...
 
@@ -132,9 +133,9 @@ class Wire:
         """What the server answers; None where that is no JSON."""
         return await self._call("POST", path, json=body or {}, params=query)
 
-    async def get(self, path: str) -> None:
-        """Raise unless the server answers well."""
-        await self._call("GET", path)
+    async def get(self, path: str) -> Any:
+        """What the server answers; None where that is no JSON."""
+        return await self._call("GET", path)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -188,7 +189,10 @@ class VLLMServer:
             skip_special_tokens=False,
             logprobs=0,
         )
-        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached)
+        tokens = choice["token_ids"]
+        # Asked afterwards: no other load brings the name of ours back.
+        weights = (await self._wire.get("/weight_info"))["weight_version"] if tokens else ""
+        return Answer(tokens, choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached, weights)
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first."""
@@ -215,7 +219,7 @@ class VLLMServer:
         """Begin requests again."""
         await self._wire.post("/resume")
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load the files, one after the other."""
         await self._wire.post("/start_weight_update")
         try:
@@ -225,7 +229,7 @@ class VLLMServer:
             with contextlib.suppress(GenerationError):  # where the fault is vLLM's, it has ended the update itself
                 await self._wire.post("/finish_weight_update")
             raise
-        await self._wire.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._wire.post("/finish_weight_update", {"weight_version": name})
         await self.forget()
 
     async def forget(self) -> None:
@@ -272,7 +276,7 @@ class SGLangServer:
             [pair[0] for pair in pairs],
             meta["finish_reason"]["type"],
             meta.get("cached_tokens", 0),
-            meta.get("weight_version", ""),
+            meta["weight_version"] if pairs else "",
         )
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -304,12 +308,12 @@ class SGLangServer:
         """Begin requests again."""
         await self._wire.post("/continue_generation")
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load their folder."""
-        body = {"model_path": str(files[0].parent), "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": str(files[0].parent), "weight_version": name, "flush_cache": True}
         answer = await self._wire.post("/update_weights_from_disk", body)
         if not answer["success"]:
-            raise GenerationError(f"SGLang did not load version {version}: {answer.get('message', '')}")
+            raise GenerationError(f"SGLang did not load {name}: {answer.get('message', '')}")
 
     async def forget(self) -> None:
         """Empty the cache."""

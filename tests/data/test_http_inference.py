@@ -15,10 +15,12 @@ from rollart.data.http_inference import HTTPInference
 from rollart.errors import ConfigError, GenerationError, WeightsError
 from rollart.types import GenRequest, Sampling, WeightManifest
 from tests.data.fake_sglang import FakeSGLang
+from tests.data.fake_vllm import FakeVLLM
 from tests.data.serverless.invoke_engine import Reply, Request, environ, serving
 from tests.data.tiny_models import TinyModel
 
 Scenario = Callable[[HTTPInference, FakeSGLang], Awaitable[None]]
+SERVERS = {"sglang": FakeSGLang, "vllm": FakeVLLM}
 
 
 class Shelf:
@@ -63,7 +65,7 @@ def serve(
     """Run a scenario against a server that answers so. Afterwards nothing is left in its place."""
 
     async def main() -> None:
-        server = FakeSGLang(EmbeddedEngine(model.folder, slots=4, max_model_tokens=256))
+        server = SERVERS[options.get("kind", "sglang")](EmbeddedEngine(model.folder, slots=4, max_model_tokens=256))
         async with serving(lambda request: answer(server, request)) as address:
             given = {"url": f"http://{address}", "kind": "sglang", "weights_folder": str(place)}
             shelf = Shelf(versions or {})
@@ -148,7 +150,7 @@ def test_a_server_that_fails_to_load_generates_nothing_until_it_has_loaded_other
     model: TinyModel, tmp_path: Path
 ) -> None:
     async def answer(server: FakeSGLang, request: Request) -> Reply:
-        if request.path == "/update_weights_from_disk" and b'"weight_version":"1"' in request.body:
+        if request.path == "/update_weights_from_disk" and b'/1"' in request.body:
             return Reply(msgspec.json.encode({"success": False, "message": "no such file"}), 400)
         return await server.answer(request)
 
@@ -163,16 +165,21 @@ def test_a_server_that_fails_to_load_generates_nothing_until_it_has_loaded_other
     serve(scenario, model, tmp_path, answer, versions={1: model.weights(), 2: model.weights()})
 
 
-def test_a_server_that_was_started_again_is_noticed(model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_that_holds_other_weights_is_noticed_also_those_of_the_same_step_of_another_run(
+    kind: str, model: TinyModel, tmp_path: Path
+) -> None:
     async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
         await worker.generate(ask("a"))
         await worker.update(1)
         await worker.generate(ask("b"))
-        server.weights = "default"
-        with pytest.raises(GenerationError, match="generated with weights 'default', not '1'; was it started again"):
-            await worker.generate(ask("c"))
+        ours = server.weights
+        for others in ("default", "1", f"rollart-00000000/{ours.partition('/')[2]}"):
+            server.weights = others
+            with pytest.raises(GenerationError, match=f"generated with weights '{others}', not '{ours}'; was it start"):
+                await worker.generate(ask("c"))
 
-    serve(scenario, model, tmp_path, versions={1: model.weights()})
+    serve(scenario, model, tmp_path, versions={1: model.weights()}, kind=kind)
 
 
 def test_a_server_that_does_not_answer_holds_up_neither_suspend_nor_abort(model: TinyModel, tmp_path: Path) -> None:
