@@ -17,6 +17,7 @@ Left out: the server's life. It is started, watched and stopped by its owner.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -112,6 +113,9 @@ class HTTPInference:
                 flight.call.cancel()
         if self._writing is not None:
             self._writing[1].cancel()
+        if self._suspended:
+            with contextlib.suppress(GenerationError):  # it is away
+                await self._server.leave()
         await self._server.close()
         self._folder.close()
 

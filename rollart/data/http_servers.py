@@ -39,6 +39,8 @@ HINTS = {
     404: "is engine_options.kind the server's kind, and was it started as docs/engines.md says?",
 }
 SCORED = "rollart-logprobs"
+UNFINISHED = "rollart: an update that was broken off"
+"""The name of weights that are of no one version."""
 
 
 class Answer(NamedTuple):
@@ -89,6 +91,10 @@ class Server(Protocol):
 
     async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load weights from the safetensors files of a folder in Hugging Face format, and empty the cache."""
+        ...
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: no update of ours is open, and requests begin."""
         ...
 
     async def forget(self) -> None:
@@ -165,7 +171,7 @@ class VLLMServer:
     refused = ""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._wire, self._updating = wire, False
 
     async def alive(self) -> None:
         """Raise unless it answers."""
@@ -221,16 +227,38 @@ class VLLMServer:
 
     async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load the files, one after the other."""
-        await self._wire.post("/start_weight_update")
+        await self._begin()
         try:
             for file in files:
                 await self._wire.post("/update_weights", {"update_info": {"file": str(file)}})
         except GenerationError:
-            with contextlib.suppress(GenerationError):  # where the fault is vLLM's, it has ended the update itself
-                await self._wire.post("/finish_weight_update")
+            await self._break_off()  # where the fault is vLLM's, it has ended the update itself
             raise
         await self._wire.post("/finish_weight_update", {"weight_version": name})
+        self._updating = False
         await self.forget()
+
+    async def _begin(self) -> None:
+        """Open an update, instead of one that somebody has left open by dying in it."""
+        self._updating = True
+        try:
+            await self._wire.post("/start_weight_update")
+        except GenerationError:
+            await self._break_off()
+            self._updating = True
+            await self._wire.post("/start_weight_update")
+
+    async def _break_off(self) -> None:
+        """End an update that may be open."""
+        self._updating = False
+        with contextlib.suppress(GenerationError):
+            await self._wire.post("/finish_weight_update", {"weight_version": UNFINISHED})
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: no update of ours is open, and requests begin."""
+        if self._updating:
+            await self._break_off()
+        await self.go_on()
 
     async def forget(self) -> None:
         """Empty the cache."""
@@ -314,6 +342,10 @@ class SGLangServer:
         answer = await self._wire.post("/update_weights_from_disk", body)
         if not answer["success"]:
             raise GenerationError(f"SGLang did not load {name}: {answer.get('message', '')}")
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: requests begin."""
+        await self.go_on()
 
     async def forget(self) -> None:
         """Empty the cache."""

@@ -182,6 +182,45 @@ def test_a_server_that_holds_other_weights_is_noticed_also_those_of_the_same_ste
     serve(scenario, model, tmp_path, versions={1: model.weights()}, kind=kind)
 
 
+def test_an_update_that_nobody_finished_is_ended_before_the_next_one(model: TinyModel, tmp_path: Path) -> None:
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert isinstance(server, FakeVLLM)
+        server.pause({"mode": "abort"})
+        server.begin({})
+        server.add({"update_info": {"file": f"{model.folder}/model.safetensors"}})
+        await worker.update(1)
+        result = await worker.generate(ask("a"))
+        assert result.logprobs == pytest.approx(model.score([1, 2, 3], result.tokens, True), abs=1e-4)
+
+    serve(scenario, model, tmp_path, versions={1: model.weights(other=True)}, kind="vllm")
+
+
+def test_closing_in_an_update_leaves_a_server_that_serves_others(model: TinyModel, tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        if request.path == "/update_weights":
+            begun.set()
+            await asyncio.Event().wait()
+        return await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert isinstance(server, FakeVLLM)
+        await worker.suspend()
+        updating = asyncio.create_task(worker.update(1))
+        await begun.wait()
+        assert server.update == []
+        assert server.paused
+        await worker.shutdown()
+        assert server.update is None
+        assert not server.paused
+        assert server.weights == "rollart: an update that was broken off"
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+
+    serve(scenario, model, tmp_path, answer, versions={1: model.weights()}, kind="vllm")
+
+
 def test_a_server_that_does_not_answer_holds_up_neither_suspend_nor_abort(model: TinyModel, tmp_path: Path) -> None:
     arrived: list[Request] = []
 
