@@ -33,6 +33,8 @@ from rollart.errors import ConfigError, GenerationError
 from rollart.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 2.0
+"""Servers close connections that were idle for 5 s, and a call must not meet that."""
 HINTS = {
     401: "set the environment variable that engine_options.token_env names",
     403: "the token is not accepted there",
@@ -130,7 +132,7 @@ class Wire:
         self._client = httpx2.AsyncClient(
             headers=headers,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,
             follow_redirects=False,
         )
@@ -153,7 +155,7 @@ class Wire:
             response = await self._client.request(method, where, **arguments)
         except httpx2.TimeoutException as error:
             raise GenerationError(f"{where} did not answer in time ({type(error).__name__})") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, RuntimeError) as error:  # the last once it is closed
             raise GenerationError(f"{where} cannot be reached: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             said = response.content[:300].decode(errors="replace")

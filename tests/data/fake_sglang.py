@@ -98,7 +98,9 @@ class FakeSGLang:
         """One step of the engine; the requests that have ended."""
         ended = self.engine.step()
         for result in ended:
-            self.open.pop(result.request_id).set_result(result)
+            future = self.open.pop(result.request_id)
+            if not future.done():  # whoever asked may have gone
+                future.set_result(result)
         return [result.request_id for result in ended]
 
     def abort(self, body: dict[str, Any]) -> Reply:

@@ -1,7 +1,6 @@
 """A server that speaks the wire format of vLLM's completions and of its calls for weights, over the embedded engine.
 
-Like vLLM it refuses to begin an update while another is open, keeps the name of the newest weights apart from them, and
-is as it was started when it has been started again.
+Like vLLM it refuses to begin an update while another is open, and keeps the name of the newest weights apart from them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.data.http_inference import HTTPInference
-from rollart.errors import ConfigError, GenerationError, WeightsError
+from rollart.errors import ConfigError, GenerationError, ServerAway, WeightsError, WorkerDied
 from rollart.types import GenRequest, Sampling, WeightManifest
 from tests.data.fake_sglang import FakeSGLang
 from tests.data.fake_vllm import FakeVLLM
@@ -166,18 +166,19 @@ def test_a_server_that_fails_to_load_generates_nothing_until_it_has_loaded_other
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_a_server_that_holds_other_weights_is_noticed_also_those_of_the_same_step_of_another_run(
-    kind: str, model: TinyModel, tmp_path: Path
+@pytest.mark.parametrize("others", ["default", "1", "rollart-00000000/1"])
+def test_a_server_that_holds_other_weights_is_lost_also_with_those_of_the_same_step_of_another_run(
+    others: str, kind: str, model: TinyModel, tmp_path: Path
 ) -> None:
     async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
         await worker.generate(ask("a"))
         await worker.update(1)
         await worker.generate(ask("b"))
-        ours = server.weights
-        for others in ("default", "1", f"rollart-00000000/{ours.partition('/')[2]}"):
-            server.weights = others
-            with pytest.raises(GenerationError, match=f"generated with weights '{others}', not '{ours}'; was it start"):
-                await worker.generate(ask("c"))
+        server.weights, ours = others, server.weights
+        reason = f"generated with weights '{others}', not '{ours}'; was it started again, or does another run use it"
+        with pytest.raises(WorkerDied, match=reason):
+            await worker.generate(ask("c"))
+        assert reason in await worker.wait_lost()
 
     serve(scenario, model, tmp_path, versions={1: model.weights()}, kind=kind)
 
@@ -219,6 +220,57 @@ def test_closing_in_an_update_leaves_a_server_that_serves_others(model: TinyMode
         await asyncio.gather(updating, return_exceptions=True)
 
     serve(scenario, model, tmp_path, answer, versions={1: model.weights()}, kind="vllm")
+
+
+@pytest.mark.parametrize("call", ["generate", "suspend", "resume", "logprobs", "update", "forget"])
+def test_a_server_that_is_gone_is_lost_whatever_it_was_asked(call: str, model: TinyModel, tmp_path: Path) -> None:
+    is_gone = False
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        return Reply(b"", 503) if is_gone else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        nonlocal is_gone
+        await worker.suspend()
+        waiting = asyncio.create_task(worker.generate(ask("waits")))
+        if call == "generate":
+            await worker.resume()
+            await waiting
+        is_gone = True
+        arguments: dict[str, Any] = {"generate": ask("a"), "logprobs": [1, 2, 3], "update": 1}
+        with pytest.raises(WorkerDied, match="answered 503"):
+            await getattr(worker, call)(*([arguments[call]] if call in arguments else []))
+        assert "answered 503" in await worker.wait_lost()
+        if call != "generate":
+            with pytest.raises(WorkerDied, match="answered 503"):
+                await waiting
+
+    serve(scenario, model, tmp_path, answer, versions={1: model.weights()})
+
+
+def test_a_server_that_fails_but_answers_is_not_lost(model: TinyModel, tmp_path: Path) -> None:
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        return Reply(b"", 503) if request.path == "/generate" else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        with pytest.raises(GenerationError, match="answered 503"):
+            await worker.generate(ask("a"))
+        await worker.suspend()
+
+    serve(scenario, model, tmp_path, answer)
+
+
+def test_a_start_waits_for_a_server_that_is_away(model: TinyModel, tmp_path: Path) -> None:
+    looks: list[str] = []
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        looks.append(request.path)
+        return Reply(b"", 503) if len(looks) < 3 else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert looks == ["/health"] * 3
+
+    serve(scenario, model, tmp_path, answer, away_s=60.0)
 
 
 def test_a_server_that_does_not_answer_holds_up_neither_suspend_nor_abort(model: TinyModel, tmp_path: Path) -> None:
@@ -279,8 +331,8 @@ def test_a_token_is_sent_and_a_server_that_is_away_is_named(model: TinyModel, tm
     with environ(INFERENCE_TOKEN="abc"):
         serve(scenario, model, tmp_path, answer, token_env="INFERENCE_TOKEN")
     assert seen == ["Bearer abc"] * 2
-    with pytest.raises(GenerationError, match=r"http://127.0.0.1:9/health cannot be reached"):
-        serve(scenario, model, tmp_path, url="http://127.0.0.1:9")
+    with pytest.raises(ServerAway, match=r"http://127.0.0.1:9/health cannot be reached"):
+        serve(scenario, model, tmp_path, url="http://127.0.0.1:9", away_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,13 @@ class Place:
 
     def start(self, paused: bool = False) -> FakeVLLM:
         """A new server, which holds the weights of the model; at the address of the one before."""
-        self.server = FakeVLLM(EmbeddedEngine(str(self._model), slots=32, max_model_tokens=512))
+        self.renew()
         self._do(self._open(paused))
         return self.server
+
+    def renew(self) -> None:
+        """A new server in place of the one that runs, so fast that nobody sees that it was away."""
+        self.server = FakeVLLM(EmbeddedEngine(str(self._model), slots=32, max_model_tokens=512))
 
     def kill(self) -> None:
         """Every connection ends, and nobody answers any more."""
@@ -49,7 +53,7 @@ class Place:
         if paused:
             self.server.pause({"mode": "abort"})
         port = int(self.address.rpartition(":")[2] or 0)
-        self.address = await self._opened.enter_async_context(serving(self.server.answer, port))
+        self.address = await self._opened.enter_async_context(serving(lambda request: self.server.answer(request), port))
 
     def _do(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)  # type: ignore[arg-type]
