@@ -6,6 +6,7 @@
     |-- WorkerError          a worker failed a call                   (also RuntimeError)
     |   `-- WorkerDied       ... because its process is gone
     |-- GenerationError      the inference engine                     (also RuntimeError)
+    |   `-- ServerAway       ... whose server has been away for long
     |-- EnvError             reset, step or close of an environment   (also RuntimeError)
     |   `-- EnvTimeout       ... which did not answer in time         (also TimeoutError)
     |-- RolloutError         no batch of trajectories can become ready (also RuntimeError)
@@ -64,6 +65,10 @@ class WorkerDied(WorkerError):
 
 class GenerationError(RollartError, RuntimeError):
     """The inference engine refused or failed a request."""
+
+
+class ServerAway(GenerationError):
+    """The server that an inference worker stands for has not answered for long."""
 
 
 class EnvError(RollartError, RuntimeError):

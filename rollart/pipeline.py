@@ -29,6 +29,7 @@ from rollart.control.env_manager import Services
 from rollart.control.evaluator import EvalResult, Evaluator
 from rollart.control.garbage import relax_collector
 from rollart.control.ledger import Ledger
+from rollart.control.llm_proxy import LLMProxy
 from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.sharding import ShardedRunner
 from rollart.control.supervisor import Supervisor
@@ -339,14 +340,24 @@ class _Run:
 
 async def _evaluate(config: Config, run: Path, state: ControlState, model: Path, episodes: int | None) -> EvalResult:
     specs = registry.specs(config)
-    weights = in_folder(config.weights, run / "weights")
+    served = config.engine == "http"  # whatever the server holds; other engines begin with the weights of `model`
+    weights = {} if served else in_folder(config.weights, run / "weights")
     async with started(config, _unique(run), run / "logs", specs, model, weights, False, _say) as workers:
         background, ledger = Background(), Ledger()
         proxy = llm_proxy(config, workers, workers.router(config.rollout.engine_slots), background, state.version, _say)
         shared = services(config, workers, proxy, ChatRenderer(model), background, ledger)
         source = TaskSource(config.seed, specs)
         evaluator = Evaluator(shared, specs, source, episodes or config.eval.episodes, config.rollout.engine_slots)
-        return await Supervisor(workers.handles, workers.recover).guard(evaluator.run())
+        work = _evaluate_served(proxy, state.version, evaluator) if served else evaluator.run()
+        return await Supervisor(workers.handles, workers.recover).guard(work)
+
+
+async def _evaluate_served(proxy: LLMProxy, version: int, evaluator: Evaluator) -> EvalResult:
+    """Evaluate once the servers have loaded what their workers know as `version`."""
+    await proxy.suspend()
+    await proxy.update(version)
+    await proxy.resume()
+    return await evaluator.run()
 
 
 def _scales(config: Config) -> bool:

@@ -295,10 +295,12 @@ class Runtime(Protocol):
 
 @runtime_checkable
 class Losable(Protocol):
-    """A runtime that depends on something that can die."""
+    """A runtime, or the object of a worker, that depends on something that can die."""
 
     async def wait_lost(self) -> str:
-        """What has died, once nothing can be started any more; workers may answer for a moment longer."""
+        """What has died: a runtime starts nothing any more, and workers may answer for a moment longer; a worker is as
+        good as dead, and is ended.
+        """
         ...
 
 

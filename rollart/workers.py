@@ -32,7 +32,7 @@ from rollart.data.reward import RemoteReward
 from rollart.data.runtime import open_runtime
 from rollart.data.training import RemoteTrainer, form_group
 from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
-from rollart.errors import ResourceError, RollartError, WorkerDied
+from rollart.errors import ResourceError, RollartError, ServerAway, WorkerDied
 from rollart.protocols import Addressed, Losable, Runtime, WorkerHandle
 from rollart.resource.manager import ResourceManager
 from rollart.resource.placement import Placement, place
@@ -184,10 +184,12 @@ class Workers:
         if self._ending:
             return None
         origin = worker.name.partition(".")[0]
+        deaths = self._recent_deaths(origin)
         while True:
             self.restarts[origin] += 1
+            alone = not self.of_role(role)
             try:
-                binding = await self._new_binding(dead.binding, self._recent_deaths(origin))
+                binding = await self._new_binding(dead.binding, deaths)
             except ResourceError as error:
                 if not self.of_role(role) and role != "prefill":  # without it, others read
                     self._end(WorkerDied(f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"))
@@ -197,9 +199,16 @@ class Workers:
             name = f"{origin}.{self.restarts[origin]}"
             try:
                 member = await self._start(name, binding)
+            except ServerAway as error:  # nobody died
+                if alone and not self.of_role(role):
+                    self._end(WorkerDied(f"worker {worker.name!r} died: {reason}; nothing takes its place: {error}"))
+                    return None
+                self.say(f"{name} waits for its server: {str(error).splitlines()[0]}")
+                dead = Member(dead.handle, binding)
+                continue
             except RollartError as error:
                 self.say(f"{name} could not be started on {binding}: {str(error).splitlines()[0]}")
-                dead = Member(dead.handle, binding)
+                dead, deaths = Member(dead.handle, binding), self._recent_deaths(origin)
                 continue
             self.say(f"{name} runs on {binding} in its place")
             return member.handle
@@ -249,7 +258,9 @@ class Workers:
         self.end(error)
 
     async def _start(self, name: str, binding: Binding) -> Member:
-        handle = await self.runtime.spawn(name, TARGETS[binding.role], self.recipes[binding.role](binding), binding)
+        named = msgspec.structs.replace(binding, binding_id=f"{binding.run}/{name}")
+        recipe = self.recipes[binding.role](named)
+        handle = await self.runtime.spawn(name, TARGETS[binding.role], recipe, binding)
         member = Member(handle, binding)
         try:
             if binding not in self.resources.bindings:
@@ -442,6 +453,8 @@ def _recipes(
             own["hands_over"] = "prefill" in config.roles
         elif config.engine == "http":
             own = {"url": server_urls(config)[_number(binding.worker)]}
+            if "." not in binding.worker:  # only in place of a dead one it waits for its server
+                own["away_s"] = 0.0
         given = {name: value for name, value in config.engine_options.items() if name != "urls"}
         return {**given, **engine_options, **own}
 

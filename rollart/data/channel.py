@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.data.wire import Answer, Call, FrameWriter, encode, frames
+from rollart.data.wire import LAST_WORDS, Answer, Call, FrameWriter, encode, frames
 from rollart.errors import WorkerDied, WorkerError
 
 STREAM_LIMIT = 1 << 22
@@ -70,6 +70,9 @@ class Channel:
                 future.set_exception(WorkerDied(f"worker {self.name}, call {method}: {reason}"))
 
     def _take(self, reply: Answer) -> None:
+        if reply.number == LAST_WORDS and reply.failure is not None:
+            self.bury(reply.failure.message)
+            return
         method, future = self._pending.get(reply.number, ("", None))
         if future is None or future.done():
             return

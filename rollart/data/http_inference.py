@@ -8,36 +8,45 @@ and keys and values are always those of the weights in force.
 Weights go through files in `weights_folder`, which the server must be able to read: written while generation goes on,
 read by the server at the UPDATE, then removed.
 
+A server that does not answer, or is not the one that the weights were loaded into, is lost: calls raise WorkerDied, the
+worker is ended, and its successor waits for the server and loads the weights of then.
+
 Invariants: every accepted `generate` ends exactly once; between SUSPEND and RESUME no call that generates is under way;
-every token has the version that the server held when it was sent for.
-Left out: the server's life. It is started, watched and stopped by its owner.
+every token has the version that the server held when it was sent for, and says that it held when it was generated: what
+a worker loads has a name that nobody else gives.
+Left out: the server's life, which is its owner's business, and who replaces a worker (`workers.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
+import secrets
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import safetensors.torch
 
 from rollart.checks import nearest
-from rollart.data.engines.parameters import INDEX, check_positions, config_of, of_checkpoint, vetted
+from rollart.data.engines.parameters import INDEX, check_positions, config_of, of_checkpoint, read_checkpoint, vetted
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
 from rollart.data.engines.sampling import seed_of
 from rollart.data.http_servers import SERVERS, Answer, Server, Wire
 from rollart.data.stores.bucket import in_buckets
 from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
-from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
+from rollart.errors import ConfigError, GenerationError, ServerAway, WeightsError, WorkerDied, boundary
 from rollart.protocols import Tensors, WeightStore
 from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo
 
 BUCKET_BYTES = 1 << 30
 """Of one file of weights."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between two looks for a server that is away."""
 SMALL = (".json", ".jinja", ".txt", ".model")
 """What a model's folder holds besides its weights."""
 
@@ -53,17 +62,18 @@ class Flight:
 class HTTPInference:
     """What lives in an inference process where `engine = "http"`. Has the methods of `InferenceWorker`.
 
+    `store`: None where every version has the weights of `model_folder`, which a server need not hold.
     `url`, `kind`: the server's; `token_env`: environment variable with its bearer token; `timeout_s`: of one call;
     `slots`, `max_model_tokens`, `seed`, `published_dtype`: as of the vLLM engine; `weights_folder`: a folder that this
     process writes and the server reads, by default shared memory. `patience_s`: in which a server that was told to end
-    a request answers, unless the request reached it later than that.
+    a request answers, unless the request reached it later than that. `away_s`: how long `start` waits for a server.
     Raises ConfigError.
     """
 
     def __init__(
         self,
         model_folder: str,
-        store: WeightStore,
+        store: WeightStore | None,
         url: str,
         kind: str,
         slots: int = 64,
@@ -74,12 +84,14 @@ class HTTPInference:
         published_dtype: str = "float32",
         weights_folder: str = str(SHARED_MEMORY),
         patience_s: float = 10.0,
+        away_s: float = 300.0,
     ) -> None:
         if kind not in SERVERS:
             raise ConfigError(f"engine_options.kind: {kind!r} is no kind of server{nearest(kind, list(SERVERS))}")
         check_positions(model_folder, max_model_tokens)
         self._server: Server = SERVERS[kind](Wire(url, token_env, timeout_s))
         self._url, self._store, self._seed, self._slots, self._patience_s = url, store, seed, slots, patience_s
+        self._away_s, self._lost, self._losing = away_s, "", asyncio.Event()
         self._model_folder, self._max_model_tokens = Path(model_folder), max_model_tokens
         self._own = {each.name: each for each in of_checkpoint(model_folder, published_dtype)}
         self._tokenizer = load_tokenizer(self._model_folder / "tokenizer.json")
@@ -90,14 +102,28 @@ class HTTPInference:
         self._folder = WeightsFolder(Path(weights_folder), "served")
         self._flights: dict[str, Flight] = {}
         self._num_sent, self._landed = 0, asyncio.Event()
-        self._suspended, self._version, self._loaded, self._broken = False, 0, "", ""
+        self._suspended, self._version, self._broken = False, 0, ""
+        self._own_name, self._loaded = f"rollart-{secrets.token_hex(4)}", ""
         self._writing: tuple[int, asyncio.Task[list[Path]]] | None = None
         self._generated_tokens = self._prefilled_tokens = self._cached_tokens = self._recomputed_tokens = 0
         self._num_calls, self._busy_s, self._busy_since = 0, 0.0, 0.0
 
     async def start(self) -> None:
-        """Raise GenerationError unless the server answers."""
-        await self._server.alive()
+        """Wait for the server, which is asked again and again, ever less often. Raises ServerAway."""
+        end, pause_s = time.monotonic() + self._away_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._server.alive()
+            except GenerationError as error:
+                if time.monotonic() + pause_s > end:
+                    raise ServerAway(str(error)) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def wait_lost(self) -> str:
+        """Why this worker is of no use any more, once its server is lost."""
+        await self._losing.wait()
+        return self._lost
 
     async def shutdown(self) -> None:
         """End what is still running there, and leave nothing behind."""
@@ -108,12 +134,15 @@ class HTTPInference:
                 flight.call.cancel()
         if self._writing is not None:
             self._writing[1].cancel()
+        if self._suspended and not self._lost:
+            with contextlib.suppress(GenerationError):  # it is away
+                await self._server.leave()
         await self._server.close()
         self._folder.close()
 
     # ------------------------------------------------------------------------------------------------ generation
     async def generate(self, request: GenRequest) -> GenResult:
-        """ADD; returns when the request has finished or was aborted. Raises GenerationError."""
+        """ADD; returns when the request has finished or was aborted. Raises GenerationError, WorkerDied."""
         self._check(request)
         flight = Flight(Running(request, self._max_model_tokens, self._tokenizer))
         self._flights[request.request_id] = flight
@@ -135,17 +164,20 @@ class HTTPInference:
     async def _turn(self, flight: Flight) -> GenResult | None:
         """Send a request once it may go; its result, or None when it is to be sent again."""
         running = flight.running
-        while not (flight.aborted or self._broken) and (self._suspended or self._num_sent >= self._slots):
+        while not (flight.aborted or self._broken or self._lost) and (self._suspended or self._num_sent >= self._slots):
             flight.wake.clear()
             await flight.wake.wait()
         if flight.aborted:
             return running.result("abort")
+        if self._lost:
+            raise WorkerDied(self._lost)
         if self._broken:
             raise GenerationError(self._broken)
         answer = await self._send(flight)
         if answer.weights and self._loaded not in ("", answer.weights):
-            raise GenerationError(
-                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again?"
+            raise self._lose(
+                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again, or "
+                "does another run use it?"
             )
         reason, error = self._take(running, answer)
         if reason is None and not _is_given_up(flight):
@@ -169,7 +201,7 @@ class HTTPInference:
     async def _generate(self, running: Running) -> Answer:
         request, left = running.request, running.limit - len(running.tokens)
         seed = seed_of(self._seed, request.trajectory_id)
-        with boundary(GenerationError, f"the answer of {self._url}"):
+        async with self._asking():
             return await self._server.generate(request.request_id, running.tokens, request.sampling, left, seed)
 
     def _land(self, flight: Flight) -> None:
@@ -201,6 +233,27 @@ class HTTPInference:
                 return reason, ""
         return (None if answer.ended == "abort" else answer.ended), ""
 
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        """What is asked of the server. Raises GenerationError, or WorkerDied where it failed and does not answer."""
+        try:
+            with boundary(GenerationError, f"the answer of {self._url}"):
+                yield
+        except GenerationError as error:
+            try:
+                await self._server.alive()
+            except GenerationError:
+                raise self._lose(str(error)) from error
+            raise
+
+    def _lose(self, reason: str) -> WorkerDied:
+        """This worker is of no use any more; whatever waits in it goes elsewhere."""
+        self._lost = self._lost or reason
+        self._losing.set()
+        for flight in self._flights.values():
+            flight.wake.set()
+        return WorkerDied(self._lost)
+
     # -------------------------------------------------------------------------------------------------- commands
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel requests; each `generate` returns its partial result. Unknown ids are ignored."""
@@ -209,7 +262,8 @@ class HTTPInference:
                 flight.aborted = True
                 flight.wake.set()
                 if flight.call is not None:
-                    await self._server.abort(request_id)
+                    async with self._asking():
+                        await self._server.abort(request_id)
                     await self._answered([flight.call])
 
     async def release(self, trajectory_ids: list[str]) -> None:
@@ -218,7 +272,8 @@ class HTTPInference:
     async def suspend(self) -> None:
         """No request advances until `resume`; returns once what the server had is here."""
         self._suspended = True
-        await self._server.pause()
+        async with self._asking():
+            await self._server.pause()
         await self._answered([flight.call for flight in self._flights.values() if flight.call is not None])
         while self._num_sent:
             self._landed.clear()
@@ -233,7 +288,8 @@ class HTTPInference:
 
     async def resume(self) -> None:
         """Let requests advance again."""
-        await self._server.go_on()
+        async with self._asking():
+            await self._server.go_on()
         self._suspended = False
         self._wake_next()
 
@@ -245,16 +301,14 @@ class HTTPInference:
         if len(tokens) == 1:
             return []
         if not self._suspended:
-            return await self._score(tokens)
-        await self._server.go_on()  # requests wait here, not there
-        try:
-            return await self._score(tokens)
-        finally:
-            await self._server.pause()
-
-    async def _score(self, tokens: list[int]) -> list[float]:
-        with boundary(GenerationError, f"the answer of {self._url}"):
-            return await self._server.logprobs(tokens)
+            async with self._asking():
+                return await self._server.logprobs(tokens)
+        async with self._asking():
+            await self._server.go_on()  # requests wait here, not there
+            try:
+                return await self._server.logprobs(tokens)
+            finally:
+                await self._server.pause()
 
     async def parameters(self) -> list[ParameterInfo]:
         """Names, shapes and dtypes that `update` expects: those of the checkpoint."""
@@ -262,7 +316,8 @@ class HTTPInference:
 
     async def forget(self) -> None:
         """Empty the server's prefix cache."""
-        await self._server.forget()
+        async with self._asking():
+            await self._server.forget()
 
     async def stats(self) -> EngineStats:
         """Counters as seen from here: `steps` are calls, `busy_s` the time with a call under way."""
@@ -304,15 +359,16 @@ class HTTPInference:
         return self._version
 
     async def _load(self, version: int, files: list[Path]) -> None:
+        name = f"{self._own_name}/{version}"
         try:
-            with boundary(GenerationError, f"the answer of {self._url}"):
-                await self._server.load(version, files)
+            async with self._asking():
+                await self._server.load(name, files)
         except GenerationError as error:
             self._broken = (
                 f"{self._url} may not hold the weights of one version, since loading {version} failed: {error}"
             )
             raise WeightsError(self._broken) from error
-        self._version, self._loaded, self._broken = version, str(version), ""
+        self._version, self._loaded, self._broken = version, name, ""
         for flight in self._flights.values():
             self._recomputed_tokens += flight.running.computed
             flight.running.computed = 0
@@ -333,10 +389,15 @@ class HTTPInference:
         place = self._folder.path / f"v{version}"
         try:
             with boundary(WeightsError, f"writing version {version} into {place}"):
-                return write_checkpoint(place, self._model_folder, vetted(self._own, self._store.fetch(version)))
+                return write_checkpoint(place, self._model_folder, vetted(self._own, self._tensors(version)))
         except WeightsError:
             shutil.rmtree(place, ignore_errors=True)
             raise
+
+    def _tensors(self, version: int) -> Tensors:
+        if self._store is None:
+            return read_checkpoint(str(self._model_folder), self._own)
+        return self._store.fetch(version)
 
 
 def write_checkpoint(place: Path, model_folder: Path, tensors: Tensors) -> list[Path]:

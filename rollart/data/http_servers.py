@@ -8,6 +8,7 @@
     go on         POST /resume                                    POST /continue_generation
     weights       POST /start_weight_update, then /update_weights POST /update_weights_from_disk, which also empties
                   per file, /finish_weight_update                 the cache
+    their name    GET /weight_info                                with every answer
     empty cache   POST /reset_prefix_cache                        POST /flush_cache
     alive         GET /health                                     GET /health
 
@@ -32,17 +33,21 @@ from rollart.errors import ConfigError, GenerationError
 from rollart.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 2.0
+"""Servers close connections that were idle for 5 s, and a call must not meet that."""
 HINTS = {
     401: "set the environment variable that engine_options.token_env names",
     403: "the token is not accepted there",
     404: "is engine_options.kind the server's kind, and was it started as docs/engines.md says?",
 }
 SCORED = "rollart-logprobs"
+UNFINISHED = "rollart: an update that was broken off"
+"""The name of weights that are of no one version."""
 
 
 class Answer(NamedTuple):
-    """What a server generated. `cached`: tokens of the prompt that it did not compute; `weights`: the version that it
-    says it used; 0 and "" where it does not say.
+    """What a server generated. `cached`: tokens of the prompt that it did not compute, 0 where it does not say;
+    `weights`: the name of those that it used, "" where it generated nothing.
     """
 
     tokens: list[int]
@@ -86,8 +91,12 @@ class Server(Protocol):
         """Begin requests again."""
         ...
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load weights from the safetensors files of a folder in Hugging Face format, and empty the cache."""
+        ...
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: no update of ours is open, and requests begin."""
         ...
 
     async def forget(self) -> None:
@@ -123,7 +132,7 @@ class Wire:
         self._client = httpx2.AsyncClient(
             headers=headers,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,
             follow_redirects=False,
         )
@@ -132,9 +141,9 @@ class Wire:
         """What the server answers; None where that is no JSON."""
         return await self._call("POST", path, json=body or {}, params=query)
 
-    async def get(self, path: str) -> None:
-        """Raise unless the server answers well."""
-        await self._call("GET", path)
+    async def get(self, path: str) -> Any:
+        """What the server answers; None where that is no JSON."""
+        return await self._call("GET", path)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -146,7 +155,7 @@ class Wire:
             response = await self._client.request(method, where, **arguments)
         except httpx2.TimeoutException as error:
             raise GenerationError(f"{where} did not answer in time ({type(error).__name__})") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, RuntimeError) as error:  # the last once it is closed
             raise GenerationError(f"{where} cannot be reached: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             said = response.content[:300].decode(errors="replace")
@@ -164,7 +173,7 @@ class VLLMServer:
     refused = ""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._wire, self._updating = wire, False
 
     async def alive(self) -> None:
         """Raise unless it answers."""
@@ -188,7 +197,10 @@ class VLLMServer:
             skip_special_tokens=False,
             logprobs=0,
         )
-        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached)
+        tokens = choice["token_ids"]
+        # Asked afterwards: no other load brings the name of ours back.
+        weights = (await self._wire.get("/weight_info"))["weight_version"] if tokens else ""
+        return Answer(tokens, choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached, weights)
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first."""
@@ -215,18 +227,40 @@ class VLLMServer:
         """Begin requests again."""
         await self._wire.post("/resume")
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load the files, one after the other."""
-        await self._wire.post("/start_weight_update")
+        await self._begin()
         try:
             for file in files:
                 await self._wire.post("/update_weights", {"update_info": {"file": str(file)}})
         except GenerationError:
-            with contextlib.suppress(GenerationError):  # where the fault is vLLM's, it has ended the update itself
-                await self._wire.post("/finish_weight_update")
+            await self._break_off()  # where the fault is vLLM's, it has ended the update itself
             raise
-        await self._wire.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._wire.post("/finish_weight_update", {"weight_version": name})
+        self._updating = False
         await self.forget()
+
+    async def _begin(self) -> None:
+        """Open an update, instead of one that somebody has left open by dying in it."""
+        self._updating = True
+        try:
+            await self._wire.post("/start_weight_update")
+        except GenerationError:
+            await self._break_off()
+            self._updating = True
+            await self._wire.post("/start_weight_update")
+
+    async def _break_off(self) -> None:
+        """End an update that may be open."""
+        self._updating = False
+        with contextlib.suppress(GenerationError):
+            await self._wire.post("/finish_weight_update", {"weight_version": UNFINISHED})
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: no update of ours is open, and requests begin."""
+        if self._updating:
+            await self._break_off()
+        await self.go_on()
 
     async def forget(self) -> None:
         """Empty the cache."""
@@ -272,7 +306,7 @@ class SGLangServer:
             [pair[0] for pair in pairs],
             meta["finish_reason"]["type"],
             meta.get("cached_tokens", 0),
-            meta.get("weight_version", ""),
+            meta["weight_version"] if pairs else "",
         )
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -304,12 +338,16 @@ class SGLangServer:
         """Begin requests again."""
         await self._wire.post("/continue_generation")
 
-    async def load(self, version: int, files: Sequence[Path]) -> None:
+    async def load(self, name: str, files: Sequence[Path]) -> None:
         """Load their folder."""
-        body = {"model_path": str(files[0].parent), "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": str(files[0].parent), "weight_version": name, "flush_cache": True}
         answer = await self._wire.post("/update_weights_from_disk", body)
         if not answer["success"]:
-            raise GenerationError(f"SGLang did not load version {version}: {answer.get('message', '')}")
+            raise GenerationError(f"SGLang did not load {name}: {answer.get('message', '')}")
+
+    async def leave(self) -> None:
+        """Leave it as it can be used by others: requests begin."""
+        await self.go_on()
 
     async def forget(self) -> None:
         """Empty the cache."""

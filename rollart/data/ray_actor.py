@@ -44,6 +44,7 @@ class Actor:
 
     def __init__(self) -> None:
         self._host: Host | None = None
+        self._built = asyncio.Event()
 
     async def hello(self) -> bytes:
         """The greeting of this node's rollart (`handshake.py`)."""
@@ -61,6 +62,7 @@ class Actor:
         except Exception as error:
             return encode(Answer(0, failure=Failure.of(error)))
         self._host = host
+        self._built.set()
         return encode(Answer(0))
 
     async def call(self, method: str, arguments: bytes) -> bytes:
@@ -76,9 +78,11 @@ class Actor:
         sys.stdout.flush()
         sys.stderr.flush()
 
-    async def park(self) -> None:
-        """Never returns: the call fails when the actor is gone."""
-        await asyncio.Event().wait()
+    async def park(self) -> str:
+        """Why the object cannot go on, once it says so; else the call fails when the actor is gone."""
+        await self._built.wait()
+        assert self._host is not None
+        return await self._host.lost()
 
 
 def enter(folder: str) -> None:

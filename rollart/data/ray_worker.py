@@ -112,9 +112,7 @@ class RayWorker:
             self.bury("the connection was closed")
             return
         if not self._death.done():
-            with contextlib.suppress(TimeoutError, self._lost):
-                await asyncio.wait_for(self._actor.close.remote(), STOP_TIMEOUT_S)
-            self._ray.kill(self._actor)
+            await self._end()
             self.bury("it was stopped")
         await asyncio.wait({self._watching}, timeout=STOP_TIMEOUT_S)
         self._watching.cancel()
@@ -122,6 +120,11 @@ class RayWorker:
         give_back()
 
     # ------------------------------------------------------------------------------------------------------ inside
+    async def _end(self) -> None:
+        with contextlib.suppress(TimeoutError, self._lost):
+            await asyncio.wait_for(self._actor.close.remote(), STOP_TIMEOUT_S)
+        self._ray.kill(self._actor)
+
     async def _answer(self, method: str, reference: Any) -> msgspec.Raw:
         """What an actor answered. Raises what it raised, or WorkerDied."""
         try:
@@ -135,14 +138,16 @@ class RayWorker:
         return reply.result
 
     async def _watch(self) -> None:
-        """Wait for the end of a call that never returns: it fails with the actor.
+        """Wait for the end of a call that fails with the actor, or returns when its object cannot go on.
 
         Out of reach is not dead yet: Ray fails the calls, and says a second later whether the actor's node is gone.
         """
         doubted = 0.0
         while True:
             try:
-                await self._actor.park.remote()
+                self.bury(await self._actor.park.remote())
+                if self._owned:
+                    await self._end()
             except self._ray.exceptions.ActorUnavailableError as error:
                 doubted += UNSURE_LOOK_S
                 if doubted < UNSURE_S:

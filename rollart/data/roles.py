@@ -28,20 +28,21 @@ def inference(
     part: str = "",
     parcels: str = "",
 ) -> InferenceWorker | HTTPInference:
-    """An inference worker. `weights` are the arguments of `weights.open_store`; `part`: "prefill" or "decode", if not
-    both; `parcels`: the folder through which KV goes from the one to the other.
+    """An inference worker. `weights` are the arguments of `weights.open_store`, none where a server is to hold those of
+    the model; `part`: "prefill" or "decode", if not both; `parcels`: the folder through which KV goes from the one to
+    the other.
     """
     _one_compute_thread()
     from rollart.data.inference import InferenceWorker
     from rollart.data.weights import open_store
 
-    store = open_store(**weights)
     if engine == "http":
         from rollart.data.engines import check_options
         from rollart.data.http_inference import HTTPInference
 
         check_options(HTTPInference, engine_options)
-        return HTTPInference(model_folder, store, **engine_options)
+        return HTTPInference(model_folder, open_store(**weights) if weights else None, **engine_options)
+    store = open_store(**weights)
     if part:
         from rollart.data.handoff import PARTS
 

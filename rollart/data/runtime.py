@@ -254,6 +254,7 @@ class InlineWorker:
         self._sockets = sockets
         self._listener = Listener(partial(answer, host))
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {name}")
 
     async def call(self, method: str, *args: Any, returns: Any = Any) -> Any:
         """Call a method of the object."""
@@ -274,7 +275,16 @@ class InlineWorker:
 
     async def stop(self) -> None:
         """Close the object."""
-        if not self._death.done():
-            self._listener.close()
-            await self._host.close()
-            self._death.set_result("it was stopped")
+        if self._death.done():
+            await self._watching
+            return
+        self._watching.cancel()
+        await self._close("it was stopped")
+
+    async def _watch(self) -> None:
+        await self._close(await self._host.lost())
+
+    async def _close(self, reason: str) -> None:
+        self._death.set_result(reason)
+        self._listener.close()
+        await self._host.close()

@@ -1,7 +1,8 @@
 """The frames between a driver and a worker process: length-prefixed MessagePack, no pickle.
 
     driver -> worker   [call id, method, [argument, ...]]
-    worker -> driver   [call id, result, None]  or  [call id, nil, Failure]
+    worker -> driver   [call id, result, None]  or  [call id, nil, Failure]  or, before it ends by itself,
+                       [LAST_WORDS, nil, Failure]
 
 Invariant: arguments and results are converted by the worker's type hints and the caller's `returns`, so a value of the
 wrong shape fails where it is received, with the method's name. What this file leaves out: processes and sockets
@@ -28,6 +29,8 @@ MAX_FRAME_BYTES = 1 << 34
 SMALL_BYTES = 1 << 16
 """Up to here one write of a copy is cheaper than two writes."""
 READ_BYTES = 1 << 20
+LAST_WORDS = -1
+"""Instead of a call id: why the worker ends."""
 
 
 class Failure(Struct, array_like=True):

@@ -2,7 +2,7 @@
 
 Coroutine methods run on the process' event loop, concurrently; plain methods run in order on one thread, so that the
 loop stays free. When the driver goes away (end of stream) the process ends at once, whatever hangs in it, with all that
-user code started: no process outlives its run.
+user code started: no process outlives its run. An object that has lost what it depends on ends it too, with last words.
 What this file leaves out: which object (`roles.py`) and who starts the process (`runtime.py`).
 """
 
@@ -29,7 +29,9 @@ from rollart.data.handshake import check_greeting
 from rollart.data.listener import Listener
 from rollart.data.serverless.registry import attach
 from rollart.data.targets import named
-from rollart.data.wire import Answer, Call, Failure, FrameWriter, decode_arguments, encode, frames
+from rollart.data.wire import LAST_WORDS, Answer, Call, Failure, FrameWriter, decode_arguments, encode, frames
+from rollart.errors import WorkerDied
+from rollart.protocols import Losable
 
 
 def build(target: str, kwargs: Mapping[str, Any]) -> Any:
@@ -50,6 +52,12 @@ class Host:
         """Run the object's `start`, where it has one."""
         if hasattr(self.subject, "start"):
             await self.subject.start()
+
+    async def lost(self) -> str:
+        """Why the object cannot go on, once it says so."""
+        if isinstance(self.subject, Losable):
+            return await self.subject.wait_lost()
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Run the object's `shutdown`, where it has one."""
@@ -96,7 +104,14 @@ async def serve(connection: socket.socket) -> None:
         return
     await _say(writer, Answer(first.number))
     with contextlib.closing(Listener(partial(answer, host))) as listener:
-        await _obey(host, listener, calls, writer)
+        obeying = asyncio.ensure_future(_obey(host, listener, calls, writer))
+        losing = asyncio.ensure_future(host.lost())
+        await asyncio.wait({obeying, losing}, return_when=asyncio.FIRST_COMPLETED)
+        if obeying.done():
+            obeying.result()
+            return
+        await _say(writer, Answer(LAST_WORDS, failure=Failure.of(WorkerDied(losing.result()))))
+        await host.close()
 
 
 async def _obey(host: Host, listener: Listener, calls: AsyncIterator[bytes], writer: FrameWriter) -> None:

@@ -98,7 +98,9 @@ class FakeSGLang:
         """One step of the engine; the requests that have ended."""
         ended = self.engine.step()
         for result in ended:
-            self.open.pop(result.request_id).set_result(result)
+            future = self.open.pop(result.request_id)
+            if not future.done():  # whoever asked may have gone
+                future.set_result(result)
         return [result.request_id for result in ended]
 
     def abort(self, body: dict[str, Any]) -> Reply:
@@ -127,7 +129,7 @@ class FakeSGLang:
         names = msgspec.json.decode((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
         files = [safetensors.torch.load_file(folder / name) for name in dict.fromkeys(names.values())]
         try:
-            self.engine.update(int(body["weight_version"]), [pair for file in files for pair in file.items()])
+            self.engine.update(self.engine.stats().version + 1, [pair for file in files for pair in file.items()])
         except WeightsError as error:
             return Reply(msgspec.json.encode({"success": False, "message": str(error)}), 400)
         self.weights = body["weight_version"]

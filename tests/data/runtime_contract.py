@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from rollart.errors import ConfigError, EnvError, WorkerError
+from rollart.errors import ConfigError, EnvError, WorkerDied, WorkerError
 from rollart.protocols import Runtime
 from rollart.types import EnvReply, Sampling
 
@@ -20,6 +21,25 @@ class Odd(Exception):
 
     def __str__(self) -> str:
         return "not \ud800 UTF-8" if self.args[0] else 1 / 0  # type: ignore[return-value]
+
+
+class Mortal:
+    """Loses what it depends on when it is told; its `shutdown` leaves a file."""
+
+    def __init__(self, closed: str) -> None:
+        self.closed = closed
+        self.reason = asyncio.Event()
+
+    async def lose(self) -> None:
+        self.reason.set()
+
+    async def wait_lost(self) -> str:
+        await self.reason.wait()
+        return "the sun went down"
+
+    async def shutdown(self) -> None:
+        with open(self.closed, "w"):
+            pass
 
 
 class Subject:
@@ -98,6 +118,22 @@ def test_errors_come_home_as_ours_with_the_remote_traceback(runtime: Runtime) ->
         with pytest.raises(WorkerError, match="int"):
             await worker.call("times", "many")
         assert await worker.call("times", 2, returns=int) == 6
+        await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_object_has_lost_what_it_depends_on_is_closed_and_dead_for_that_reason(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        worker = await runtime.spawn("w", f"{__name__}:Mortal", {"closed": str(tmp_path / "closed")})
+        await worker.call("lose")
+        assert await worker.wait_dead() == "the sun went down"
+        with pytest.raises(WorkerDied, match="call lose: the sun went down"):
+            await worker.call("lose")
+        await worker.stop()
+        assert (tmp_path / "closed").exists()
         await runtime.shutdown()
 
     asyncio.run(scenario())

@@ -12,13 +12,15 @@ import pytest
 
 from rollart.data.engines.embedded import EmbeddedEngine
 from rollart.data.http_inference import HTTPInference
-from rollart.errors import ConfigError, GenerationError, WeightsError
+from rollart.errors import ConfigError, GenerationError, ServerAway, WeightsError, WorkerDied
 from rollart.types import GenRequest, Sampling, WeightManifest
 from tests.data.fake_sglang import FakeSGLang
+from tests.data.fake_vllm import FakeVLLM
 from tests.data.serverless.invoke_engine import Reply, Request, environ, serving
 from tests.data.tiny_models import TinyModel
 
 Scenario = Callable[[HTTPInference, FakeSGLang], Awaitable[None]]
+SERVERS = {"sglang": FakeSGLang, "vllm": FakeVLLM}
 
 
 class Shelf:
@@ -63,7 +65,7 @@ def serve(
     """Run a scenario against a server that answers so. Afterwards nothing is left in its place."""
 
     async def main() -> None:
-        server = FakeSGLang(EmbeddedEngine(model.folder, slots=4, max_model_tokens=256))
+        server = SERVERS[options.get("kind", "sglang")](EmbeddedEngine(model.folder, slots=4, max_model_tokens=256))
         async with serving(lambda request: answer(server, request)) as address:
             given = {"url": f"http://{address}", "kind": "sglang", "weights_folder": str(place)}
             shelf = Shelf(versions or {})
@@ -148,7 +150,7 @@ def test_a_server_that_fails_to_load_generates_nothing_until_it_has_loaded_other
     model: TinyModel, tmp_path: Path
 ) -> None:
     async def answer(server: FakeSGLang, request: Request) -> Reply:
-        if request.path == "/update_weights_from_disk" and b'"weight_version":"1"' in request.body:
+        if request.path == "/update_weights_from_disk" and b'/1"' in request.body:
             return Reply(msgspec.json.encode({"success": False, "message": "no such file"}), 400)
         return await server.answer(request)
 
@@ -163,16 +165,112 @@ def test_a_server_that_fails_to_load_generates_nothing_until_it_has_loaded_other
     serve(scenario, model, tmp_path, answer, versions={1: model.weights(), 2: model.weights()})
 
 
-def test_a_server_that_was_started_again_is_noticed(model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("others", ["default", "1", "rollart-00000000/1"])
+def test_a_server_that_holds_other_weights_is_lost_also_with_those_of_the_same_step_of_another_run(
+    others: str, kind: str, model: TinyModel, tmp_path: Path
+) -> None:
     async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
         await worker.generate(ask("a"))
         await worker.update(1)
         await worker.generate(ask("b"))
-        server.weights = "default"
-        with pytest.raises(GenerationError, match="generated with weights 'default', not '1'; was it started again"):
+        server.weights, ours = others, server.weights
+        reason = f"generated with weights '{others}', not '{ours}'; was it started again, or does another run use it"
+        with pytest.raises(WorkerDied, match=reason):
             await worker.generate(ask("c"))
+        assert reason in await worker.wait_lost()
 
-    serve(scenario, model, tmp_path, versions={1: model.weights()})
+    serve(scenario, model, tmp_path, versions={1: model.weights()}, kind=kind)
+
+
+def test_an_update_that_nobody_finished_is_ended_before_the_next_one(model: TinyModel, tmp_path: Path) -> None:
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert isinstance(server, FakeVLLM)
+        server.pause({"mode": "abort"})
+        server.begin({})
+        server.add({"update_info": {"file": f"{model.folder}/model.safetensors"}})
+        await worker.update(1)
+        result = await worker.generate(ask("a"))
+        assert result.logprobs == pytest.approx(model.score([1, 2, 3], result.tokens, True), abs=1e-4)
+
+    serve(scenario, model, tmp_path, versions={1: model.weights(other=True)}, kind="vllm")
+
+
+def test_closing_in_an_update_leaves_a_server_that_serves_others(model: TinyModel, tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        if request.path == "/update_weights":
+            begun.set()
+            await asyncio.Event().wait()
+        return await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert isinstance(server, FakeVLLM)
+        await worker.suspend()
+        updating = asyncio.create_task(worker.update(1))
+        await begun.wait()
+        assert server.update == []
+        assert server.paused
+        await worker.shutdown()
+        assert server.update is None
+        assert not server.paused
+        assert server.weights == "rollart: an update that was broken off"
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+
+    serve(scenario, model, tmp_path, answer, versions={1: model.weights()}, kind="vllm")
+
+
+@pytest.mark.parametrize("call", ["generate", "suspend", "resume", "logprobs", "update", "forget"])
+def test_a_server_that_is_gone_is_lost_whatever_it_was_asked(call: str, model: TinyModel, tmp_path: Path) -> None:
+    is_gone = False
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        return Reply(b"", 503) if is_gone else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        nonlocal is_gone
+        await worker.suspend()
+        waiting = asyncio.create_task(worker.generate(ask("waits")))
+        if call == "generate":
+            await worker.resume()
+            await waiting
+        is_gone = True
+        arguments: dict[str, Any] = {"generate": ask("a"), "logprobs": [1, 2, 3], "update": 1}
+        with pytest.raises(WorkerDied, match="answered 503"):
+            await getattr(worker, call)(*([arguments[call]] if call in arguments else []))
+        assert "answered 503" in await worker.wait_lost()
+        if call != "generate":
+            with pytest.raises(WorkerDied, match="answered 503"):
+                await waiting
+
+    serve(scenario, model, tmp_path, answer, versions={1: model.weights()})
+
+
+def test_a_server_that_fails_but_answers_is_not_lost(model: TinyModel, tmp_path: Path) -> None:
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        return Reply(b"", 503) if request.path == "/generate" else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        with pytest.raises(GenerationError, match="answered 503"):
+            await worker.generate(ask("a"))
+        await worker.suspend()
+
+    serve(scenario, model, tmp_path, answer)
+
+
+def test_a_start_waits_for_a_server_that_is_away(model: TinyModel, tmp_path: Path) -> None:
+    looks: list[str] = []
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        looks.append(request.path)
+        return Reply(b"", 503) if len(looks) < 3 else await server.answer(request)
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        assert looks == ["/health"] * 3
+
+    serve(scenario, model, tmp_path, answer, away_s=60.0)
 
 
 def test_a_server_that_does_not_answer_holds_up_neither_suspend_nor_abort(model: TinyModel, tmp_path: Path) -> None:
@@ -233,8 +331,8 @@ def test_a_token_is_sent_and_a_server_that_is_away_is_named(model: TinyModel, tm
     with environ(INFERENCE_TOKEN="abc"):
         serve(scenario, model, tmp_path, answer, token_env="INFERENCE_TOKEN")
     assert seen == ["Bearer abc"] * 2
-    with pytest.raises(GenerationError, match=r"http://127.0.0.1:9/health cannot be reached"):
-        serve(scenario, model, tmp_path, url="http://127.0.0.1:9")
+    with pytest.raises(ServerAway, match=r"http://127.0.0.1:9/health cannot be reached"):
+        serve(scenario, model, tmp_path, url="http://127.0.0.1:9", away_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 
 from rollart.errors import ConfigError, WeightsError, boundary
 from rollart.protocols import Tensors
@@ -62,6 +63,14 @@ def of_checkpoint(folder: str, dtype: str) -> list[ParameterInfo]:
         for name, shape in shapes.items()
         if name not in left_out and not name.endswith(COMPUTED)
     ]
+
+
+def read_checkpoint(folder: str, own: Mapping[str, ParameterInfo]) -> Iterator[tuple[str, Any]]:
+    """Those of `own` that a folder's safetensors files hold, in the dtypes of `own`."""
+    for file in _files(Path(folder)):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for name in own.keys() & set(opened.keys()):
+                yield name, opened.get_tensor(name).to(getattr(torch, own[name].dtype))
 
 
 def _files(place: Path) -> list[Path]:

@@ -70,7 +70,7 @@ def _set(values):
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Callable[[Request], Awaitable[Reply]]):
+async def serving(answer: Callable[[Request], Awaitable[Reply]], port: int = 0):
     """The address of a server that answers so. What it works at ends when its client has gone."""
     tasks: set[asyncio.Task[None]] = set()
 
@@ -87,7 +87,7 @@ async def serving(answer: Callable[[Request], Awaitable[Reply]]):
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=512)
+    server = await asyncio.start_server(serve, "127.0.0.1", port, backlog=512)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
