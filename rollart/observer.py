@@ -153,9 +153,13 @@ class Observer:
         line = ", ".join(
             f"{name} success {task.success:.2f} reward {task.reward:.3f}" for name, task in result.tasks.items()
         )
-        self._folder.log(f"evaluation after step {step}: {line}")
-        self._view.say(f"evaluation after step {step}: {line}")
+        self.tell(f"evaluation after step {step}: {line}")
         self._update_tasks({})
+
+    def tell(self, line: str) -> None:
+        """Shown and logged."""
+        self._folder.log(line)
+        self._view.say(line)
 
     # ------------------------------------------------------------------------------------------------------ showing
     async def watch(self) -> None:

@@ -287,6 +287,10 @@ class Run:
     async def evaluated(self, step: int, result: EvalResult) -> None:
         """There are no episodes of evaluation."""
 
+    def tell(self, line: str) -> None:
+        """One more thing that happened."""
+        self._say(line)
+
     # ---------------------------------------------------------------------------------------- recorder of trajectories
     def add(self, name: str, value: float) -> None:
         """Not needed."""

@@ -51,8 +51,9 @@ def share(text: str) -> float:
 
 @dataclass
 class FakeStore:
-    """Published versions. Those in `lost` cannot be read before they are rescued."""
+    """Published versions. Those in `lost` cannot be read before they are rescued; there is no room for `full_at`."""
 
+    full_at: int = -1
     versions: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
 
@@ -303,6 +304,8 @@ class FakeTrainer:
 
     async def publish(self, version: int) -> WeightManifest:
         await asyncio.sleep(0.1)
+        if version == self._store.full_at:
+            raise WeightsError(f"no room for version {version}")
         self._store.versions.add(version)
         return WeightManifest(version, (), ())
 
@@ -383,6 +386,8 @@ class FakeHooks:
     summaries: list[StepSummary] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     evaluations: list[tuple[int, EvalResult]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    save_s: float = 0.0
     on_step: Callable[[StepSummary], None] = lambda summary: None
     on_checkpoint: Callable[[int], None] = lambda step: None
 
@@ -391,11 +396,15 @@ class FakeHooks:
         self.on_step(summary)
 
     async def checkpoint(self, step: int) -> None:
-        self.checkpoints.append(step)
         self.on_checkpoint(step)
+        await asyncio.sleep(self.save_s)
+        self.checkpoints.append(step)
 
     async def evaluated(self, step: int, result: EvalResult) -> None:
         self.evaluations.append((step, result))
+
+    def tell(self, line: str) -> None:
+        self.told.append(line)
 
 
 class FakeRun:

@@ -18,8 +18,9 @@ Where rollout overlaps training, steps 2 to 4 bring the weights of the previous 
 background. Otherwise step 6 comes first and is awaited, and its own weights arrive before the next get_batch.
 
 Invariants: workers and trainer hold the same version when train_step begins; an evaluation sees one version; a
-train_step that began is finished, also when the run is asked to stop. What it leaves out: files, metrics and recovery,
-which are the hooks' and the pipeline's business.
+train_step that began is finished, also when the run is asked to stop; one that is finished counts, and is saved before
+an error that is not the trainer's ends the run. What it leaves out: files, metrics and recovery, which are the business
+of the hooks and the pipeline.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from rollart.control.rollout_scheduler import RolloutScheduler
 from rollart.control.sample_buffer import Batch
 from rollart.control.supervisor import Supervisor
 from rollart.control.weights_check import canary_difference, check_parameters
-from rollart.errors import WeightsError, WeightsLost
+from rollart.errors import TrainError, WeightsError, WeightsLost, WorkerDied, said
 from rollart.protocols import TrainHandle
 from rollart.types import EngineStats, TrainBatch, TrainReport
 
 T = TypeVar("T")
+LAST_SAVE_S = 1800.0
+"""How long the trainer may take to finish its step and to save it, when an error that is not its own ends the run."""
 
 
 class StepSummary(Struct, frozen=True):
@@ -69,6 +72,10 @@ class LoopHooks(Protocol):
 
     async def evaluated(self, step: int, result: EvalResult) -> None:
         """An evaluation of the weights after `step` train_steps."""
+        ...
+
+    def tell(self, line: str) -> None:
+        """Something that people should read at once."""
         ...
 
 
@@ -108,7 +115,9 @@ class TrainingLoop:
         self._checking: asyncio.Task[None] | None = None
         self._training: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
-        self._saved_step = start_step
+        self._begun = self._saved_step = start_step
+        """The newest train_step that began, and the newest that is saved, or is about to be."""
+        self._saving: asyncio.Future[None] | None = None
         self._published: int | None = None
         self._evaluated_step: int | None = None
         self._stop = asyncio.Event()
@@ -134,16 +143,19 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Train `config.steps` steps in all. Raises WorkerDied, WeightsError, RolloutError or TrainError."""
-        await self._supervisor.guard(self._run())
-
-    async def _run(self) -> None:
         try:
-            await self._begin()
-            while self.step + (self._training is not None) < self._config.steps and not self.stopping:
-                await self._iterate()
-            await self._finish()
+            await self._supervisor.guard(self._run())
+        except Exception as error:
+            await self._rescue(error)
+            raise
         finally:
             await self._end()
+
+    async def _run(self) -> None:
+        await self._begin()
+        while self.step + (self._training is not None) < self._config.steps and not self.stopping:
+            await self._iterate()
+        await self._finish()
 
     # ----------------------------------------------------------------------------------------------- the iteration
     async def _iterate(self) -> None:
@@ -196,6 +208,7 @@ class TrainingLoop:
     def _launch(self, batch: Batch) -> None:
         """Step 6, in the background."""
         self._scheduler.begin_training(batch)
+        self._begun = self.step + 1
         self._training = self._spawn(self._train(batch))
 
     async def _train(self, batch: Batch) -> None:
@@ -206,12 +219,14 @@ class TrainingLoop:
         # The engines' counters are asked for beside the work, because an engine answers between two of its steps.
         before, (report, seconds) = await asyncio.gather(self._proxy.stats(), self._train_step(training))
         self._scheduler.trained(batch)
-        await asyncio.gather(self._count_overlap(seconds, before), self._deliver(step))
-        await self._finish_canary()
-        self.step = step
-        now = asyncio.get_running_loop().time()
-        seconds, self._step_began = now - self._step_began, now
-        await self._hooks.step_done(StepSummary(step, step, seconds, report, batch, self.canary))
+        try:
+            await asyncio.gather(self._count_overlap(seconds, before), self._deliver(step))
+            await self._finish_canary()
+        finally:  # it counts, whether or not its weights get anywhere
+            self.step = step
+            now = asyncio.get_running_loop().time()
+            seconds, self._step_began = now - self._step_began, now
+            await self._hooks.step_done(StepSummary(step, step, seconds, report, batch, self.canary))
 
     async def _train_step(self, batch: TrainBatch) -> tuple[TrainReport, float]:
         """The report, and the seconds that the trainer took."""
@@ -232,9 +247,9 @@ class TrainingLoop:
                 await self._reach(self._proxy.prefetch, version)
 
     async def _finish_training(self) -> None:
-        """Wait for the running train_step, if any, and raise its error."""
+        """Wait for the running train_step, if any, and raise its error. Who is cancelled meanwhile leaves it alone."""
         if self._training is not None:
-            await self._training
+            await asyncio.shield(self._training)
             self._training = None
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -334,8 +349,29 @@ class TrainingLoop:
     async def _save(self) -> None:
         if self._saved_step != self.step:
             self._saved_step = self.step
+            self._saving = asyncio.ensure_future(self._hooks.checkpoint(self.step))
+        if self._saving is not None and not self._saving.done():
             with self._ledger.wait("checkpoint"):
-                await self._hooks.checkpoint(self.step)
+                await asyncio.shield(self._saving)
+
+    async def _rescue(self, error: Exception) -> None:
+        """Save what is trained before `error` ends the run, unless it is the trainer that failed."""
+        running = [task for task in (self._training, self._saving) if task is not None and not task.done()]
+        unsaved = running or self._saved_step < self.step == self._begun
+        if isinstance(error, TrainError | WorkerDied) or not unsaved:
+            return
+        reason = said(error).partition("\n")[0] or type(error).__name__
+        self._hooks.tell(f"ending after this step, with a checkpoint: {reason}")
+        try:
+            async with asyncio.timeout(LAST_SAVE_S):
+                if running:
+                    await asyncio.wait(running)
+                if self.step < self._begun:
+                    await self._finish_training()
+                await self._save()
+        except Exception as fault:
+            reason = said(fault).partition("\n")[0] or f"it took more than {LAST_SAVE_S:g} s"
+            self._hooks.tell(f"no checkpoint of step {self._begun}: {reason}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Work of its own task; its error ends the run at once, whatever the loop is waiting for."""
@@ -349,7 +385,7 @@ class TrainingLoop:
 
     async def _end(self) -> None:
         """On every way out: no task of this run is left."""
-        spawned = (self._training, self._evaluation, self._checking, self._canary_expected)
+        spawned = (self._training, self._saving, self._evaluation, self._checking, self._canary_expected)
         tasks = [task for task in spawned if task is not None]
         for task in tasks:
             task.cancel()

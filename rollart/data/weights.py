@@ -28,6 +28,7 @@ from torch import Tensor
 from rollart.data.stores import delta as deltas
 from rollart.data.stores.bucket import in_buckets, num_bytes, parts_of, tensors_of
 from rollart.data.stores.checksum import Buffer, Checksum, begin, checksum, fastest
+from rollart.data.stores.fallback import FallbackStore
 from rollart.data.stores.files import FileShelf
 from rollart.data.stores.manifest import check_model, fingerprint, info_of
 from rollart.data.stores.shelf import Shelf
@@ -301,16 +302,24 @@ class FileWeightStore(BucketStore):
 
 
 def open_store(
-    folder: str | Path, bucket_bytes: int, keep: int, delta: int = 0, mooncake: Mapping[str, Any] | None = None
+    folder: str | Path,
+    bucket_bytes: int,
+    keep: int,
+    delta: int = 0,
+    mooncake: Mapping[str, Any] | None = None,
+    spare: str = "",
 ) -> WeightStore:
     """The store of a run, from plain values. `mooncake`: arguments of `MooncakeShelf`; files are then its stand-in.
 
+    `spare`: another folder, for files when there is no room in the first, or what is there cannot be read.
     Raises ConfigError where a package is missing.
     """
-    files = FileWeightStore(folder, bucket_bytes, keep, delta)
+    shelf = FileShelf(folder)
+    files = BucketStore(shelf, bucket_bytes, keep, delta)
+    if mooncake is None and spare:
+        return FallbackStore(files, FileWeightStore(spare, bucket_bytes, keep, delta), shelf.clear)
     if mooncake is None:
         return files
-    from rollart.data.stores.fallback import FallbackStore
     from rollart.data.stores.mooncake_shelf import MooncakeShelf
 
     return FallbackStore(BucketStore(MooncakeShelf(**mooncake), bucket_bytes, keep, delta), files)

@@ -7,7 +7,8 @@ use it, and the store itself (`weights.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def num_versions(weights: WeightsConfig) -> int:
 async def weights_place(config: Config, run: Path, model_bytes: int) -> AsyncIterator[dict[str, Any]]:
     """A folder and, where the config asks for one, a Mooncake store with room for the versions of a model.
 
+    Where the folder lies in shared memory, which others may fill, one in the run folder can stand in for it.
     Raises ConfigError for a missing package, WeightsError when there is no room or the store does not start.
     """
     weights = config.weights
@@ -39,7 +41,19 @@ async def weights_place(config: Config, run: Path, model_bytes: int) -> AsyncIte
             options["mooncake"] = await stack.enter_async_context(
                 mooncake_store(weights, run, needed * model_bytes, local=config.runtime != "ray")
             )
+        elif folder.path.parent != in_run:
+            options["spare"] = str(stack.enter_context(_spare(in_run / "spare")))
         yield options
+
+
+@contextlib.contextmanager
+def _spare(folder: Path) -> Iterator[Path]:
+    """A folder that is made when it is needed; also removes what a killed process of this run left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def in_folder(weights: WeightsConfig, folder: Path) -> dict[str, Any]:

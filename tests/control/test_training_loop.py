@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
-from rollart.errors import RolloutError, WeightsError, WorkerDied
+from rollart.errors import RankError, RolloutError, WeightsError, WorkerDied
 from rollart.types import HELD_OUT, ParameterInfo, TaskSpec
 from rollart.virtual_time import run_virtual
 from tests.fakes import FakeEnv, FakeReward, FakeRun, share
@@ -398,6 +400,119 @@ def test_a_fault_after_the_last_checkpoint_ends_the_run_at_once() -> None:
         return run
 
     assert run_virtual(main()).hooks.checkpoints == [6]
+
+
+def ended_by_a_fault(match: str, fault: Callable[[FakeRun], None], **options: Any) -> FakeRun:
+    """A run that `fault` was to break."""
+
+    async def main() -> FakeRun:
+        run = FakeRun(**{"steps": 1000, "train_s": 10.0, **options})
+        fault(run)
+        with pytest.raises(RuntimeError, match=match):
+            await run.train()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return run
+
+    return run_virtual(main())
+
+
+def at(seconds: float, error: Exception) -> Callable[[FakeRun], None]:
+    """A fault that ends the run in so many seconds."""
+
+    def fault(run: FakeRun) -> None:
+        asyncio.get_running_loop().call_later(seconds, run.supervisor.fail, error)
+
+    return fault
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("schedule", ALL)
+def test_weights_for_which_there_is_no_room_are_saved_before_the_run_ends(schedule: str, asynchronous: bool) -> None:
+    def fault(run: FakeRun) -> None:
+        run.store.full_at = 3
+
+    options = {"schedule": schedule, "weights__asynchronous": asynchronous}
+    run = ended_by_a_fault("no room for version 3", fault, **options)
+    assert run.hooks.checkpoints == [3] == [run.loop.step]
+    assert [summary.step for summary in run.hooks.summaries] == [1, 2, 3]
+    assert run.hooks.told == ["ending after this step, with a checkpoint: no room for version 3"]
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+def test_the_train_step_that_runs_when_a_fault_ends_the_run_is_finished_and_saved(schedule: str) -> None:
+    run = ended_by_a_fault("every group fails", at(35.0, RolloutError("every group fails")), schedule=schedule)
+    assert run.hooks.checkpoints == [run.loop.step] == [len(run.trainer.batches)]
+    assert run.loop.step >= 3
+    assert run.trainer.spans[-1][1] > 35.0
+
+
+def test_groups_that_are_dropped_in_a_row_end_the_run_after_a_checkpoint() -> None:
+    def fault(run: FakeRun) -> None:
+        run.hooks.on_step = lambda summary: setattr(run.engines[0], "failing", lambda request: summary.step >= 2)
+
+    run = ended_by_a_fault("20 groups in a row were dropped", fault, max_drops=20)
+    assert run.hooks.checkpoints == [run.loop.step]
+    assert run.loop.step >= 2
+
+
+def test_what_a_failed_or_dead_trainer_holds_is_not_saved() -> None:
+    failed = ended_by_a_fault("out of memory", lambda run: setattr(run.trainer, "fail_at", 3))
+    assert (failed.hooks.checkpoints, failed.hooks.told, failed.loop.step) == ([], [], 2)
+    dead = ended_by_a_fault("signal 9", at(35.0, WorkerDied("worker 'training-0' died: signal 9")))
+    assert (dead.hooks.checkpoints, dead.hooks.told) == ([], [])
+    cause = ended_by_a_fault("rank 1 cannot go on", at(35.0, RankError("rank 1 cannot go on")))
+    assert (cause.hooks.checkpoints, cause.hooks.told) == ([], [])
+
+
+def test_a_train_step_that_fails_after_the_fault_does_not_hide_it() -> None:
+    def fault(run: FakeRun) -> None:
+        run.trainer.fail_at = 3
+        run.hooks.on_step = lambda summary: at(5.0, WeightsError("no room"))(run) if summary.step == 2 else None
+
+    run = ended_by_a_fault("no room", fault, schedule="rollart")
+    assert run.hooks.checkpoints == []
+    assert run.hooks.told[-1] == "no checkpoint of step 3: out of memory in train_step"
+
+
+def test_a_trainer_that_hangs_keeps_no_failed_run_from_ending() -> None:
+    run = ended_by_a_fault("no room", at(35.0, WeightsError("no room")), schedule="rollart", train_s=1e9)
+    assert run.hooks.checkpoints == []
+    assert run.hooks.told[-1] == "no checkpoint of step 1: it took more than 1800 s"
+
+
+def test_a_checkpoint_that_is_written_when_a_fault_comes_is_written_to_its_end_and_once() -> None:
+    def fault(run: FakeRun) -> None:
+        run.hooks.save_s = 5.0
+        run.hooks.on_checkpoint = lambda step: at(2.0, WeightsError("no room"))(run)
+
+    run = ended_by_a_fault("no room", fault, log__checkpoint_every=2)
+    assert run.hooks.checkpoints == [2]
+
+
+def test_what_is_saved_already_is_not_saved_again_when_a_fault_ends_the_run() -> None:
+    def fault(run: FakeRun) -> None:
+        run.hooks.on_checkpoint = lambda step: at(0.05, WeightsError("no room"))(run)
+
+    run = ended_by_a_fault("no room", fault, schedule="sync_plus", log__checkpoint_every=2)
+    assert (run.hooks.checkpoints, run.hooks.told) == ([2], [])
+
+
+def test_cancelling_a_run_that_saves_after_a_fault_ends_it_at_once() -> None:
+    async def main() -> FakeRun:
+        run = FakeRun(schedule="rollart", train_s=10.0)
+        task = asyncio.ensure_future(run.loop.run())
+        at(35.0, WeightsError("no room"))(run)
+        await asyncio.sleep(36.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        run.check()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return run
+
+    run = run_virtual(main())
+    assert run.hooks.checkpoints == []
+    assert run.hooks.told == ["ending after this step, with a checkpoint: no room"]
 
 
 def test_cancelling_the_run_leaves_nothing_behind() -> None:

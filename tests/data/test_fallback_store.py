@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rollart.data.stores.fallback import FallbackStore
-from rollart.data.weights import BucketStore
+from rollart.data.stores.files import FileShelf
+from rollart.data.weights import BucketStore, open_store
 from rollart.errors import WeightsError, WeightsLost
 from tests.data.memory_shelf import MemoryShelf
 from tests.data.store_contract import FilePlace, assert_holds, infos, tensors
@@ -90,6 +91,35 @@ def test_a_bucket_that_the_first_lost_or_damaged_is_found_while_it_is_read(pair:
         list(reading)
     writer.rescue(0, tensors(3.0))
     assert_holds(reader.fetch(0), 3.0)
+
+
+def test_a_folder_without_room_is_left_for_another_and_its_room_given_back(tmp_path: Path) -> None:
+    memory, spare = tmp_path / "memory", tmp_path / "run" / "spare"
+    writer, reader = (open_store(memory, 1024, 2, spare=str(spare)) for _ in range(2))
+    for version in (0, 1, 2):
+        writer.publish(version, tensors(version))
+    assert reader.quick(2)
+    assert not spare.exists()
+    (memory / "v00000003").write_text("in the way")
+    with pytest.raises(WeightsLost, match="version 3"):
+        writer.publish(3, tensors(3.0))
+    assert f"from version 3 on, they go through files in {spare}" in writer.rescue(3, tensors(3.0)).note
+    assert_holds(reader.fetch(2, infos()), 2.0)
+    assert_holds(reader.fetch(3, infos()), 3.0)
+    (memory / "v00000003").unlink()
+    assert writer.publish(4, tensors(4.0)).note == ""
+    assert_holds(reader.fetch(4, infos()), 4.0)
+    assert not [path for path in memory.rglob("*") if path.is_file()], "the room is free for others"
+
+
+def test_what_was_kept_in_memory_for_the_next_version_is_given_back_too(tmp_path: Path) -> None:
+    shelf = FileShelf(tmp_path, mapped=True)
+    store = BucketStore(shelf, 1024, 2)
+    for version in (0, 1, 2):
+        store.publish(version, tensors(version))
+    assert list(tmp_path.glob("spare-*"))
+    shelf.clear()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_version_is_published_once_wherever_it_went(pair: Pair) -> None:

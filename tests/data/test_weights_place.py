@@ -11,6 +11,7 @@ import pytest
 
 from rollart.config import parse
 from rollart.data.stores.mooncake_service import key_prefix
+from rollart.data.weights_folder import SHARED_MEMORY
 from rollart.data.weights_place import in_folder, num_versions, weights_place
 from rollart.errors import ConfigError, WeightsError
 from rollart.sections import WeightsConfig
@@ -37,6 +38,22 @@ def place(tmp_path: Path, model_bytes: int, *overrides: str) -> Path:
 
 def test_machines_that_share_no_memory_share_a_folder_in_the_run_which_is_gone_afterwards(tmp_path: Path) -> None:
     assert place(tmp_path, 10).parent == tmp_path / "run" / "weights"
+
+
+def test_files_in_shared_memory_have_a_stand_in_in_the_run_which_is_gone_afterwards(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    left = run / "weights" / "spare" / "v00000007"
+    left.mkdir(parents=True)
+
+    async def scenario() -> None:
+        async with weights_place(parse("[tasks.frozenlake]\n", ["runtime=local"]), run, 10) as options:
+            assert Path(options["folder"]).parent == SHARED_MEMORY
+            assert options["spare"] == str(left.parent)
+            assert not left.exists(), "what a killed process left"
+            left.mkdir(parents=True)
+
+    asyncio.run(scenario())
+    assert not left.parent.exists()
 
 
 def test_room_is_asked_for_what_differences_are_based_on(tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ class Friendly:
         count("closed")
 
 
+class Breakable(Friendly):
+    """Fails while there is a file `gate`."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = Path(gate)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._gate.exists():
+            raise RuntimeError("it is broken")
+        return super().step(action)
+
+
 class Held(Friendly):
     """Answers nothing while there is a file `gate`, so that a test can do something to a run before it goes on."""
 

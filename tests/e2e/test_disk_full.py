@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollart.checkpoint import Checkpoints
-from tests.e2e.laboratory import SMALL, Laboratory, lines
+from tests.e2e.laboratory import SMALL, Laboratory, check_audit, lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,6 +28,28 @@ def namespace(tmp_path: Path) -> list[str]:
             if done.returncode == 0:
                 return command
     pytest.skip("no file system can be mounted: neither as this user nor in a user namespace (unshare, mount)")
+
+
+def test_a_run_goes_on_with_weights_in_its_folder_when_shared_memory_is_full(
+    lab: Laboratory, namespace: list[str]
+) -> None:
+    task = """
+[tasks.fills_disk]
+env = "tests.e2e.hostile:FillsDisk"
+options = { place = "/dev/shm", fill = [20], free = [] }
+max_turn_tokens = 4
+"""
+    process = lab.start(
+        *("runtime=local", "tasks.friendly.weight=0", "steps=10", "rollout.zero_variance=keep"),
+        text=SMALL + task,
+        prefix=[*namespace, "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /dev/shm && "$0" "$@"'],
+    )
+    assert process.wait() == 0, process.text()
+    (line,) = [line for line in process.text().splitlines() if "weights: " in line]
+    assert re.search(r"no room for version (\d+) in /dev/shm/.*; from version \1 on, they go through files in", line)
+    assert line.endswith(f"{lab.run}/weights/spare")
+    check_audit(lab.run, steps=10, alpha=1)
+    assert list((lab.run / "weights").iterdir()) == []
 
 
 def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while_and_again_at_the_end(

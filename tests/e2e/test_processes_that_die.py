@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import psutil
@@ -73,6 +74,28 @@ def test_the_death_of_the_trainer_ends_the_run_with_one_clear_line(lab: Laborato
     outcome = summary(lab.run)["outcome"]
     assert outcome.startswith("WorkerDied: ")
     assert "SIGKILL" in outcome
+    goes_on(lab)
+
+
+def test_an_error_that_is_not_the_trainers_costs_no_finished_step(lab: Laboratory) -> None:
+    gate = lab.folder / "gate"
+    task = f"""
+[tasks.breakable]
+env = "tests.e2e.hostile:Breakable"
+options = {{ gate = {json.dumps(str(gate))} }}
+max_turn_tokens = 4
+"""
+    process = lab.start(*LONG[:2], "tasks.friendly.weight=0", "log.checkpoint_every=0", text=SMALL + task)
+    process.until(lambda: steps_done(lab.run) >= 2, "its second step")
+    gate.touch()
+    assert process.wait() == 1, process.text()
+    (error,) = [line for line in process.text().splitlines() if line.startswith("rollart: error: ")]
+    assert "groups in a row were dropped" in error
+    assert "it is broken" in error
+    assert "ending after this step, with a checkpoint: " in process.text()
+    assert checkpoints(lab.run) == [steps_done(lab.run)]
+    assert f"go on from step {steps_done(lab.run)} with: rollart train --resume {lab.run}" in process.text()
+    gate.unlink()
     goes_on(lab)
 
 

@@ -3,6 +3,7 @@
     publish   into the first; WeightsLost when that fails, and ever after into the second
     rescue    into the second
     fetch     from the second if it has the version, else from the first; WeightsLost when that fails
+    clear     what the first still has is dropped once the second has taken a version that was not rescued
 
 Tensors are read once per call, as reading them may be the work of many processes: who sees WeightsLost, and still has
 those weights, calls `rescue`.
@@ -12,7 +13,7 @@ What this file leaves out: the stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -41,10 +42,10 @@ class SecondStore(WeightStore, Protocol):
 
 
 class FallbackStore:
-    """Implements `protocols.WeightStore`."""
+    """Implements `protocols.WeightStore`. `clear`: drops what the first has, where others may be short of its room."""
 
-    def __init__(self, first: WeightStore, second: SecondStore) -> None:
-        self._first, self._second = first, second
+    def __init__(self, first: WeightStore, second: SecondStore, clear: Callable[[], None] | None = None) -> None:
+        self._first, self._second, self._clear = first, second, clear
         self._published: set[int] = set()
         self._failure = ""
         """Why the first is not used any more."""
@@ -55,6 +56,8 @@ class FallbackStore:
             raise WeightsError(f"version {version} is already published and cannot change")
         if self._failure:
             manifest = self._second.publish(version, tensors)
+            if self._clear is not None:
+                self._clear()
         else:
             try:
                 manifest = self._first.publish(version, tensors)
@@ -82,8 +85,8 @@ class FallbackStore:
             return _reaching(self._first.fetch(version, model))
 
     def quick(self, version: int) -> bool:
-        """What the second says, where it has the version; the first may take its time."""
-        return self._second.has(version) and self._second.quick(version)
+        """What the store says that has it."""
+        return (self._second if self._second.has(version) else self._first).quick(version)
 
 
 def _reaching(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -84,6 +84,12 @@ class FileShelf:
                 self._spare(path)
         shutil.rmtree(place, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Drop all versions, and what was kept for the next one."""
+        for version in self.versions():
+            self.drop(version)
+        self._remove_spares()
+
     def _spare(self, path: Path) -> None:
         with path.open("rb") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
