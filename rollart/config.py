@@ -21,6 +21,7 @@ from msgspec import Meta, Struct, field
 from rollart import toml
 from rollart.checks import check
 from rollart.checks import nearest as nearest
+from rollart.engine_options import check_engine_options
 from rollart.errors import ConfigError, boundary
 from rollart.schedule import SCHEDULES, Schedule
 from rollart.sections import (
@@ -246,6 +247,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         _check_weights,
         _check_log,
         _check_trainer,
+        _check_engine_options,
     ):
         rule(config)
     return config
@@ -364,6 +366,10 @@ def _check_engine(config: Config) -> None:
         raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
     if len(set(urls)) < len(urls):
         raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
+
+
+def _check_engine_options(config: Config) -> None:
+    check_engine_options(config.engine, config.engine_options, config.rollout)
 
 
 def _check_serverless(config: Config) -> None:
