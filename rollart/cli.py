@@ -83,10 +83,15 @@ class Parts:
 
     def place(self, config: Config) -> Placement | None:
         """Where the workers of a config go; None where only the cluster can tell. Raises ConfigError."""
+        from rollart.data.devices import check_devices
         from rollart.resource.devices import this_node
         from rollart.resource.placement import place
 
-        return None if config.runtime == "ray" else place(config, [this_node()])
+        if config.runtime == "ray":
+            return None
+        placement = place(config, [this_node()])
+        check_devices(config, placement)
+        return placement
 
     def pools(self, config: Config, repair: str) -> list[PoolRow]:
         """The pools of a config as they are now, other runs' bindings included. Raises RollartError."""

@@ -234,6 +234,7 @@ def test_every_server_is_named_once() -> None:
     assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
 
 
+FINE = "train.canary_tolerance: 0.001 is finer than"
 SERVERS = ("engine=http", 'engine_options.urls=["http://a:1"]')
 ON_SGLANG = (*SERVERS, "engine_options.kind=sglang")
 
@@ -295,6 +296,9 @@ ON_SGLANG = (*SERVERS, "engine_options.kind=sglang")
             (*SERVERS, "engine_options.kind=vllm", "rollout.temperature=3"),
             "rollout.temperature: 3, but a server of vLLM",
         ),
+        (("engine_options.dtype=bfloat16",), f"{FINE} an engine in bfloat16 agrees with the trainer; take train.can"),
+        (("engine=vllm", "engine_options.dtype=bfloat16"), f"{FINE} an engine in bfloat16 agrees with the trainer; "),
+        (("engine=vllm", "engine_options.dtype=half"), f"{FINE} an engine in half agrees with the trainer; take"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused_early(overrides: tuple[str, ...], line: str) -> None:
@@ -304,6 +308,7 @@ def test_an_engine_that_cannot_work_is_refused_early(overrides: tuple[str, ...],
 def test_engines_take_what_they_document() -> None:
     parse(BASE, ["engine=vllm", "rollout.temperature=0.01", "engine_options.block_size=32", "rollout.top_k=5"])
     parse(BASE, [*ON_SGLANG, "rollout.temperature=3", "engine_options.patience_s=1"])
+    parse(BASE, ["engine=vllm", "engine_options.dtype=bfloat16", "train.canary_tolerance=0.1"])
     parse(BASE, ["engine=emulated", "engine_options.params=1e9", "engine_options.kept_tokens=0"])
 
 
