@@ -53,10 +53,11 @@ class Parts:
         return profiling.recorded(run)
 
     def specs(self, config: Config) -> dict[str, TaskSpec]:
-        """The tasks of a config; that what it names is there: rewards, files, a trainer that holds the model.
+        """The tasks of a config; that what it names is there: rewards, files, engine, a trainer that holds the model.
 
         Raises ConfigError.
         """
+        from rollart.data.engines.installed import check_engine
         from rollart.data.places import check_places
         from rollart.data.serverless.registry import check_urls
         from rollart.data.trainers import check_installed
@@ -67,6 +68,7 @@ class Parts:
         check_places(config)
         found = registry.specs(config)
         check_urls(config)
+        check_engine(config)
         check_installed(config)
         check_fits(config)
         if config.log.prometheus:
@@ -81,10 +83,15 @@ class Parts:
 
     def place(self, config: Config) -> Placement | None:
         """Where the workers of a config go; None where only the cluster can tell. Raises ConfigError."""
+        from rollart.data.devices import check_devices
         from rollart.resource.devices import this_node
         from rollart.resource.placement import place
 
-        return None if config.runtime == "ray" else place(config, [this_node()])
+        if config.runtime == "ray":
+            return None
+        placement = place(config, [this_node()])
+        check_devices(config, placement)
+        return placement
 
     def pools(self, config: Config, repair: str) -> list[PoolRow]:
         """The pools of a config as they are now, other runs' bindings included. Raises RollartError."""

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct, field
 from rollart import toml
 from rollart.checks import check
 from rollart.checks import nearest as nearest
+from rollart.engine_options import check_engine_options
 from rollart.errors import ConfigError, boundary
 from rollart.schedule import SCHEDULES, Schedule
 from rollart.sections import (
@@ -44,8 +45,8 @@ from rollart.sections import (
 ROLES = ("actor_train", "actor_gen", "prefill", "environment", "reward", "rollout")
 GROUPS = ("fsdp2", "megatron")
 """Trainers that are several ranks."""
-COARSE = 0.02
-"""Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much."""
+COARSE = {"bfloat16": 0.02, "float16": 0.0025, "half": 0.0025}
+"""Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much; float16 has 11."""
 MERGING = ("embedded", "emulated")
 """Engines that take an adapter."""
 ENGINE_KEYS = {
@@ -246,6 +247,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         _check_weights,
         _check_log,
         _check_trainer,
+        _check_engine_options,
     ):
         rule(config)
     return config
@@ -366,6 +368,10 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
 
 
+def _check_engine_options(config: Config) -> None:
+    check_engine_options(config.engine, config.engine_options, config.rollout)
+
+
 def _check_serverless(config: Config) -> None:
     for name in config.serverless:
         if name not in (names := [*config.tasks, "default"]):
@@ -395,16 +401,24 @@ def _check_trainer(config: Config) -> None:
         raise ConfigError(f"train.megatron: trainer {config.trainer!r} does not look at it; take trainer = 'megatron'")
     if train.lora.r:
         _check_lora(config)
-    if train.precision == "bfloat16" and train.canary_tolerance < COARSE:
-        raise ConfigError(
-            f"train.canary_tolerance: {train.canary_tolerance:g} is finer than a trainer in bfloat16 agrees with its "
-            "engines; take 0.1"
-        )
+    if train.canary_tolerance < COARSE.get(train.precision, 0):
+        raise too_fine(config, f"a trainer in {train.precision} agrees with its engines")
+    dtype = str(config.engine_options.get("dtype", ""))
+    if train.canary_tolerance < COARSE.get(dtype, 0):
+        raise too_fine(config, f"an engine in {dtype} agrees with the trainer")
     if config.trainer in GROUPS:
         _check_ranks(config)
     elif train.tensor_parallel > 1 or train.precision != "float32":
         key = "tensor_parallel" if train.tensor_parallel > 1 else "precision"
         raise ConfigError(f"train.{key}: trainer {config.trainer!r} is one process in float32; take trainer = 'fsdp2'")
+
+
+def too_fine(config: Config, than: str) -> ConfigError:
+    """Why a run would take its engines' precision for wrong weights."""
+    return ConfigError(
+        f"train.canary_tolerance: {config.train.canary_tolerance:g} is finer than {than}; take "
+        "train.canary_tolerance = 0.1"
+    )
 
 
 def _check_ranks(config: Config) -> None:

@@ -26,6 +26,7 @@ from rollart.control.background import Background
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.sharding import ShardedRunner
 from rollart.data.cluster import Member, spawn
+from rollart.data.devices import check_devices
 from rollart.data.environment import RemoteEnvironment
 from rollart.data.inference import RemoteInference, RemotePrefill
 from rollart.data.reward import RemoteReward
@@ -362,12 +363,14 @@ async def started(
     worker's construction raised.
     """
     async with contextlib.AsyncExitStack() as stack:
-        runtime = runtime or open_runtime(config.runtime, logs)
+        is_real, runtime = runtime is None, runtime or open_runtime(config.runtime, logs)
         parcels = stack.enter_context(_parcels(config, run)) if weights else ""
         stack.push_async_callback(_shielded, runtime.shutdown)
         settings = config.resources
         nodes = await runtime.nodes()
         placement = place(config, nodes, _roles(specs, train))
+        if is_real:
+            check_devices(config, placement)
         store = open_store(settings.store)
         resources = ResourceManager(store, placement.pools, run, name=settings.name, lease_s=settings.lease_s, warn=say)
         await resources.open()

@@ -24,6 +24,7 @@ from rollart.config import (
     serverless_of,
     to_toml,
 )
+from rollart.engine_options import FOLLOWS, SET, VLLMOptions
 from rollart.errors import ConfigError
 from rollart.schedule import SCHEDULES
 from rollart.sections import LogConfig, TaskConfig, TrainConfig
@@ -214,21 +215,101 @@ TASK = st.builds(
     stop=st.lists(TEXT, max_size=3),
     max_turns=st.none() | st.integers(1, 1000),
 )
+NAMED = {*ENGINE_KEYS, *FOLLOWS, *SET, *VLLMOptions.__struct_fields__, "pipeline_parallel_size"}
 CONFIG = st.builds(
     Config,
     seed=st.integers(-(2**63), 2**63 - 1),
     alpha=st.none() | st.floats(0.001, 1000),
-    engine_options=st.dictionaries(TEXT.filter(lambda name: name not in ENGINE_KEYS), PLAIN, max_size=3),
+    engine=st.just("vllm"),
+    engine_options=st.dictionaries(TEXT.filter(lambda name: name not in NAMED), PLAIN, max_size=3),
     tasks=st.dictionaries(st.text(min_size=1, max_size=12), TASK, min_size=1, max_size=3),
 )
 
 
 def test_every_server_is_named_once() -> None:
     urls = ["http://a:1", "http://b:1"]
-    config = parse(BASE, ["engine=http", f"engine_options.urls={urls}"])
+    config = parse(BASE, ["engine=http", "engine_options.kind=vllm", f"engine_options.urls={urls}"])
     assert server_urls(config) == urls
-    assert server_urls(parse(BASE, [f"engine_options.urls={urls}"])) == []
+    assert server_urls(parse(BASE)) == []
     assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
+
+
+FINE = "train.canary_tolerance: 0.001 is finer than"
+SERVERS = ("engine=http", 'engine_options.urls=["http://a:1"]')
+ON_SGLANG = (*SERVERS, "engine_options.kind=sglang")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("engine_options.prefil_tokens=3",), "engine_options.prefil_tokens: unknown key; did you mean 'prefill_toke"),
+        (("engine_options.floor_s=3",), "engine_options.floor_s: unknown key; choose from dtype, kept_tokens, prefill"),
+        (("engine_options.prefill_tokens=0",), "engine_options.prefill_tokens: 0 is out of range; expected a whole"),
+        (("engine_options.urls=[]",), "engine_options.urls: unknown key; choose from dtype, kept_tokens, prefill_tok"),
+        (
+            ("engine=emulated", "engine_options.slowdown=fast"),
+            "engine_options.slowdown: expected a number above 0 such",
+        ),
+        (("engine=emulated", "engine_options.dtype=fp8"), "engine_options.dtype: 'fp8' is not a choice; choose from"),
+        (
+            ("engine=vllm", "engine_options.dtype=fp8"),
+            "engine_options.dtype: 'fp8' is not a choice; choose from auto,",
+        ),
+        (
+            ("engine=vllm", "engine_options.async_scheduling=true"),
+            "engine_options.async_scheduling: rollart sets it it",
+        ),
+        (
+            ("engine=vllm", "engine_options.kv_transfer_config={}"),
+            "engine_options.kv_transfer_config: follows from [ro",
+        ),
+        (
+            ("engine=vllm", "engine_options.max_num_seqs=3"),
+            "engine_options.max_num_seqs: follows from rollout.engine_s",
+        ),
+        (("engine=vllm", "engine_options.pipeline_parallel_size=2"), "engine_options.pipeline_parallel_size: rollart "),
+        (("engine=vllm", "rollout.temperature=3"), "rollout.temperature: 3, but vLLM takes 0.01 to 2; take 2, or anot"),
+        (
+            ("engine=vllm", "rollout.temperature=0.001"),
+            "rollout.temperature: 0.001, but vLLM takes 0.01 to 2; take 0.01",
+        ),
+        (SERVERS, "engine_options.kind: say what the servers are, 'vllm' or 'sglang'"),
+        ((*SERVERS, "engine_options.kind=tgi"), "engine_options.kind: 'tgi' is not a choice; choose from vllm, sglang"),
+        ((*ON_SGLANG, "engine_options.timeout=3"), "engine_options.timeout: unknown key; did you mean 'timeout_s'?"),
+        (
+            (*ON_SGLANG, "engine_options.timeout_s=0"),
+            "engine_options.timeout_s: 0 is out of range; expected a number ab",
+        ),
+        (
+            (*ON_SGLANG, "rollout.top_k=5"),
+            "rollout.top_k: SGLang's log-probabilities are those before top_k and top_p; ",
+        ),
+        (
+            (*ON_SGLANG, "rollout.top_p=0.5"),
+            "rollout.top_p: SGLang's log-probabilities are those before top_k and top_",
+        ),
+        (
+            (*ON_SGLANG, 'engine_options.urls=["127.0.0.1:8000"]'),
+            "engine_options.urls: '127.0.0.1:8000': write it as ht",
+        ),
+        (
+            (*SERVERS, "engine_options.kind=vllm", "rollout.temperature=3"),
+            "rollout.temperature: 3, but a server of vLLM",
+        ),
+        (("engine_options.dtype=bfloat16",), f"{FINE} an engine in bfloat16 agrees with the trainer; take train.can"),
+        (("engine=vllm", "engine_options.dtype=bfloat16"), f"{FINE} an engine in bfloat16 agrees with the trainer; "),
+        (("engine=vllm", "engine_options.dtype=half"), f"{FINE} an engine in half agrees with the trainer; take"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused_early(overrides: tuple[str, ...], line: str) -> None:
+    assert complaint(*overrides).startswith(line)
+
+
+def test_engines_take_what_they_document() -> None:
+    parse(BASE, ["engine=vllm", "rollout.temperature=0.01", "engine_options.block_size=32", "rollout.top_k=5"])
+    parse(BASE, [*ON_SGLANG, "rollout.temperature=3", "engine_options.patience_s=1"])
+    parse(BASE, ["engine=vllm", "engine_options.dtype=bfloat16", "train.canary_tolerance=0.1"])
+    parse(BASE, ["engine=emulated", "engine_options.params=1e9", "engine_options.kept_tokens=0"])
 
 
 @given(CONFIG)
@@ -346,7 +427,7 @@ def test_the_layout_of_ranks_follows_from_their_number_and_what_they_share() -> 
         (("train.lora.r=4", "train.lora.targets=[]"), "train.lora.targets: no layer is adapted; name some, such as"),
         (("engine=vllm", "train.lora.r=4"), "train.lora: engine 'vllm' takes whole weights; take 'embedded', or r = 0"),
         (
-            ("engine=http", 'engine_options.urls=["http://a:1"]', "train.lora.r=4"),
+            ("engine=http", "engine_options.kind=vllm", 'engine_options.urls=["http://a:1"]', "train.lora.r=4"),
             "train.lora: engine 'http' takes whole weights; take 'embedded', or r = 0",
         ),
         (("engine_options.lora={ r = 4 }",), "engine_options.lora: follows from train.lora; set that instead"),

@@ -40,7 +40,8 @@ def canary_difference(
         if not difference <= tolerance:
             raise WeightsError(
                 f"{where}: log-probabilities differ by {difference:g} from the trainer's, more than "
-                f"train.canary_tolerance {tolerance:g}; the weights that arrived are not those that were published"
+                f"train.canary_tolerance {tolerance:g}; the weights that arrived are not those that were published, "
+                "or the engine computes in another precision: then raise train.canary_tolerance"
             )
         worst = max(worst, difference)
     return worst

@@ -25,10 +25,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 import httpx2
 
+from rollart.engine_options import SGLANG_REFUSED, check_url
 from rollart.errors import ConfigError, GenerationError
 from rollart.types import Sampling
 
@@ -112,17 +112,7 @@ class Wire:
     """JSON over HTTP to one server. Raises ConfigError for a URL that is none."""
 
     def __init__(self, url: str, token_env: str = "", timeout_s: float = 600.0) -> None:
-        try:
-            parts = urlsplit(url)
-            usable = (
-                parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-            )
-        except ValueError as error:
-            raise ConfigError(f"engine_options.urls: {url!r}: {error}") from error
-        if not usable or parts.username is not None:
-            raise ConfigError(
-                f"engine_options.urls: {url!r}: write it as http://host:port; a token goes into token_env"
-            )
+        check_url(url)
         headers = {}
         if token_env:
             if not (token := os.environ.get(token_env)):
@@ -275,7 +265,7 @@ class VLLMServer:
 class SGLangServer:
     """`Server` for `sglang.launch_server`."""
 
-    refused = "SGLang's log-probabilities are those before top_k and top_p; switch both off"
+    refused = SGLANG_REFUSED
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

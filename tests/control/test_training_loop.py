@@ -280,8 +280,9 @@ def test_a_canary_that_differs_names_worker_version_and_difference() -> None:
         run.hooks.on_step = lambda summary: setattr(run.engines[1], "logprob_shift", 0.25)
         await run.train()
 
-    with pytest.raises(WeightsError, match=r"version 1, inference worker 'inference-1'.* differ by 0\.25"):
+    with pytest.raises(WeightsError, match=r"version 1, inference worker 'inference-1'.* differ by 0\.25") as caught:
         run_virtual(main())
+    assert "or the engine computes in another precision: then raise train.canary_tolerance" in str(caught.value)
 
 
 def test_mismatching_parameters_end_the_run_before_step_1() -> None:

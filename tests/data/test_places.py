@@ -11,7 +11,7 @@ from rollart.config import parse
 from rollart.data.places import check_places, model_place, model_said
 from rollart.errors import ConfigError
 
-SERVERS = "engine='http'\nengine_options.urls=['http://10.0.0.1:1']\n"
+SERVERS = "engine='http'\nengine_options.kind='vllm'\nengine_options.urls=['http://10.0.0.1:1']\n"
 
 
 def refusal(text: str) -> str:

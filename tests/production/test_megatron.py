@@ -13,6 +13,7 @@ import torch
 from msgspec import structs, to_builtins
 from transformers import AutoModelForCausalLM
 
+from rollart.data.devices import STAND_IN
 from rollart.data.trainers.embedded import EmbeddedTrainer
 from rollart.errors import ConfigError, RewardError, RunFolderError
 from rollart.run_folder import checkpoints
@@ -217,7 +218,7 @@ def lab(tmp_path):
 
 
 def test_a_run_trains_on_two_ranks_that_split_every_matrix(lab):
-    path = ("env", f"PYTHONPATH={IN_PATH}:{REPOSITORY}")
+    path = ("env", f"PYTHONPATH={IN_PATH}:{REPOSITORY}", f"{STAND_IN}=1")
     words = ("runtime=local", "trainer=megatron", "roles.actor_train.workers=2", "roles.environment.workers=1")
     process = lab.start(*words, "train.tensor_parallel=2", "log.checkpoint_every=3", prefix=path)
     assert process.wait() == 0, process.text()

@@ -103,7 +103,7 @@ def test_vllm_hands_over_only_between_workers_alike() -> None:
 
 
 def test_each_server_of_others_has_an_inference_worker() -> None:
-    text = "engine = 'http'\nengine_options.urls = ['http://a:1', 'http://b:1', 'http://c:1']\n"
+    text = "engine = 'http'\nengine_options.kind = 'vllm'\nengine_options.urls = ['http://a:1', 'http://b:1', 'http://c:1']\n"
     assert [each.worker for each in placed(text).of_role("actor_gen")] == ["inference-0", "inference-1", "inference-2"]
     with pytest.raises(ConfigError, match=r"workers: 2, but engine_options\.urls names 3 servers; each has one"):
         placed(f"{text}roles.actor_gen.workers = 2")

@@ -32,14 +32,13 @@ from rollart.data.engines.request import Running, check_request, check_vocabular
 from rollart.data.engines.sampling import seed_of
 from rollart.data.engines.stage_times import StageTimes
 from rollart.data.engines.vllm_seam import Core, News, Parcel, start_here
+from rollart.engine_options import COOLEST, HOTTEST
 from rollart.errors import ConfigError, GenerationError, WeightsError, boundary
 from rollart.protocols import Payload, Tensors
 from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, ParameterInfo
 
 SCORED = "rollart/logprobs"
 """Id of the request by which log-probabilities are asked for."""
-COOLEST, HOTTEST = 0.01, 2.0
-"""Temperatures that vLLM takes as they are, besides 0."""
 
 
 class VLLMEngine:

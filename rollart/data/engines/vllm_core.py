@@ -24,11 +24,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
-from rollart.checks import nearest
 from rollart.data.engines.vllm_connector import ARRIVED, LEAVES, LEFT, connector_config
 from rollart.data.engines.vllm_seam import News, Parcel
 from rollart.data.engines.vllm_weights import EXTENSION, NAME
 from rollart.data.stores.bucket import in_buckets
+from rollart.engine_options import check_vllm, unknown_argument
 from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Payload
 from rollart.types import Sampling
@@ -80,12 +80,12 @@ class InProcess:
             "worker_extension_cls": EXTENSION,
             "kv_transfer_config": connector_config() if hands_over else None,
         }
-        _check(options, mine)
-        given = {**(ON_CPU if device == "cpu" else {}), **options, **mine}
+        _check(options)
+        given = {**(ON_CPU if device == "cpu" else {}), **options}
         if given.get("enable_chunked_prefill") is False:
-            given["max_num_batched_tokens"] = max(step_tokens, max_tokens)
+            mine["max_num_batched_tokens"] = max(step_tokens, max_tokens)
         with _refusing(model_folder):
-            config = EngineArgs(**given).create_engine_config()
+            config = EngineArgs(**given, **mine).create_engine_config()
         with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
             self._llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self.vocabulary: int = config.model_config.get_vocab_size()
@@ -204,13 +204,12 @@ def _refusing(model_folder: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
 
 
-def _check(options: dict[str, Any], mine: dict[str, Any]) -> None:
+def _check(options: dict[str, Any]) -> None:
+    check_vllm(options)
     known = [each.name for each in fields(EngineArgs)]
     for name in options:
-        if name in mine:
-            raise ConfigError(f"engine_options.{name}: rollart sets it itself; leave it out")
         if name not in known:
-            raise ConfigError(f"engine_options.{name}: not an argument of vLLM's EngineArgs{nearest(name, known)}")
+            raise unknown_argument(name, known)
 
 
 def _news(output: Any) -> News:
