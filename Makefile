@@ -85,6 +85,7 @@ $(VENV)/.installed $(RAY_VENV)/.installed $(PRODUCTION_VENV)/.installed: pyproje
 	@echo "Installing into $(@D) (once, a few minutes)"
 	@test -z "$(FIRST)" || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(FIRST)
 	@test -z "$(WITHOUT)" || $(@D)/bin/python -m pip uninstall --quiet --yes --disable-pip-version-check $(WITHOUT)
+	@test -z "$(FIRST)" || echo "pip will now complain of conflicts with $(FIRST), which is expected: it asks for older packages than rollart, and runs with newer ones"
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 

@@ -380,7 +380,8 @@ def _check_serverless(config: Config) -> None:
 
 def _check_weights(config: Config) -> None:
     weights = config.weights
-    for key, differs in (("master", weights.master), ("replicas", weights.replicas != 1)):
+    said = {"master": weights.master, "replicas": weights.replicas != 1, "protocol": weights.protocol != "tcp"}
+    for key, differs in said.items():
         if differs and weights.store != "mooncake":
             raise ConfigError(
                 f"weights.{key}: only read with weights.store = 'mooncake'; leave it out or take that store"

@@ -32,7 +32,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "slots": f"{bounds.slots} groups admitted and not yet {until}, dropped or aborted",
         "in flight": f"at most {bounds.trajectories_in_flight} trajectories ({bounds.slots} groups of {members})",
         "shards": _shards(config),
-        "engine": f"{rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
+        "engine": f"{_engine(config)}: {rollout.engine_slots} requests at once, {rollout.max_model_tokens} tokens each",
         "buffer": f"at most {bounds.buffer_groups} finished groups",
         "in memory": f"at most {bounds.groups_in_memory} groups, with those in training",
         "batch": f"{rollout.groups_per_batch} groups x {rollout.group_size} = "
@@ -40,6 +40,7 @@ def derived(config: Config, specs: Mapping[str, TaskSpec], placement: Placement 
         "mini-batches": f"{train.minibatches} per batch, of {bounds.groups_per_minibatch} groups",
         "model": model_said(config.model.name),
         "trainer": _trainer(config),
+        "weights": _weights(config),
         "sampling": f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, {top_k}",
         "pools": _pools(placement),
         "workers": _workers(placement),
@@ -81,6 +82,22 @@ def _shards(config: Config) -> str:
     if why and bounds.trajectories_in_flight > most:
         return f"none, though more than {most} trajectories are in flight: {why}"
     return "none: the driver manages all trajectories"
+
+
+def _engine(config: Config) -> str:
+    """What generates."""
+    return f"{config.engine} ({config.engine_options.get('kind')})" if config.engine == "http" else config.engine
+
+
+def _weights(config: Config) -> str:
+    """How versions travel from the trainer to the engines."""
+    weights = config.weights
+    how = f"store {weights.store}, {weights.keep} versions kept"
+    if weights.store == "mooncake":
+        master = f"the master at {weights.master}" if weights.master else "a master of the run's own"
+        copies = f"{weights.replicas} cop{'y' if weights.replicas == 1 else 'ies'} each"
+        how = f"{how}, {copies}, over {weights.protocol}, with {master}"
+    return f"{how}, a whole one every {weights.delta}, else differences" if weights.delta > 1 else how
 
 
 def _trainer(config: Config) -> str:

@@ -169,6 +169,8 @@ def test_check_prints_a_config_that_reads_back_and_what_follows(toml: str, capsy
     for line in (
         "#   slots         24 groups admitted",
         "#   in flight     at most 216 trajectories (24 groups of 8 + 1)",
+        "#   engine        embedded: 64 requests at once, 1024 tokens each",
+        "#   weights       store file, 3 versions kept\n",
         "#   buffer        at most 24 finished groups",
         "#   in memory     at most 24 groups, with those in training",
         "#   batch         16 groups x 8 = 128 trajectories",
@@ -236,6 +238,32 @@ def test_check_says_when_slots_are_free(toml: str, capsys: pytest.CaptureFixture
     assert "#   slots         32 groups admitted and not yet in training, dropped or aborted" in output
     assert "#   in flight     at most 256 trajectories (32 groups of 8)" in output
     assert "#   in memory     at most 48 groups, with those in training" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("engine=vllm",), "engine        vllm: 64 requests at once, 1024 tokens each"),
+        (
+            ("engine=http", "engine_options={kind='sglang', urls=['http://a:1']}"),
+            "engine        http (sglang): 64 requests at once",
+        ),
+        (("weights.delta=8",), "weights       store file, 3 versions kept, a whole one every 8, else differences\n"),
+        (
+            ("weights.store=mooncake",),
+            "weights       store mooncake, 3 versions kept, 1 copy each, over tcp, with a master of the run's own\n",
+        ),
+        (
+            ("weights={store='mooncake', master='a:1', replicas=2, protocol='rdma'}",),
+            "store mooncake, 3 versions kept, 2 copies each, over rdma, with the master at a:1\n",
+        ),
+    ],
+)
+def test_check_names_the_engine_and_the_weight_store(
+    words: tuple[str, ...], line: str, toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", toml, *words], FakeParts()) == 0
+    assert line in capsys.readouterr().out
 
 
 def test_check_says_how_the_trainer_is_laid_out(toml: str, capsys: pytest.CaptureFixture[str]) -> None:

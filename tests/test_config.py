@@ -161,6 +161,8 @@ def test_combinations_that_cannot_work_say_what_would() -> None:
         text = complaint("rollout.free_slots=train_start", f"schedule={schedule}")
         assert f"schedule '{schedule}' admits a batch at a time; take 'train_end', or schedule 'rollart'" in text
     assert complaint("weights.replicas=2").startswith("weights.replicas: only read with weights.store = 'mooncake'")
+    assert complaint("weights.protocol=rdma").startswith("weights.protocol: only read with weights.store = 'mooncake'")
+    assert parse(BASE, ["weights.store=mooncake", "weights.protocol=rdma"]).weights.protocol == "rdma"
     assert "weights.master: 'here' is not of the form host:port" in complaint(
         "weights.store=mooncake", "weights.master=here"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollart.arguments import parsers
+from rollart.cli import main
 from rollart.config import parse
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,7 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 PROGRAM = re.compile(r"```python\n(.*?)```\n+prints\n+```text\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
+CHECKED = re.compile(r"```toml\n([^`]*)```\n+`rollart check` prints what follows: `([^`]+)`")
 COMMAND = re.compile(r"^(?: {4})?(?:\$ )?(?:[\w./-]*/)?rollart ([a-z-]+ .+?)(?:\s{3,}.*|\s+#.*)?$", re.MULTILINE)
 
 
@@ -66,6 +68,17 @@ def test_a_config_in_a_document_is_valid(name: str, text: str) -> None:
     parse(text if "[tasks." in text else f"{text}\n[tasks.frozenlake]\n")
 
 
+@pytest.mark.parametrize(("name", "block"), found(CHECKED))
+def test_check_prints_what_a_document_says_follows_from_its_config(
+    name: str, block: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, line = block
+    config = tmp_path / "config.toml"
+    config.write_text(f"{text}\n[tasks.frozenlake]\n")
+    assert main(["check", str(config)]) == 0
+    assert f"  {line}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "line"), found(COMMAND))
 def test_a_command_in_a_document_can_be_typed(name: str, line: str) -> None:
     _, unknown = parsers()[0].parse_known_args(shlex.split(line, comments=True))
@@ -77,3 +90,4 @@ def test_there_is_something_to_check() -> None:
     assert len([code for _, code in found(PYTHON) if is_program(code)]) >= 5
     assert len(found(TOML)) >= 20
     assert len(found(COMMAND)) >= 15
+    assert len(found(CHECKED)) >= 1

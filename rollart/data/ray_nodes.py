@@ -69,6 +69,12 @@ def bundle_of(binding: Binding, node: RayNode) -> dict[str, float]:
     return taken
 
 
+def shortage(bundle: Mapping[str, float], node: RayNode) -> str:
+    """What a node could not give even if nobody held anything of it; nothing where it could."""
+    has = {key: float(node["Resources"].get(key, 0)) for key in bundle}
+    return ", ".join(f"{has[key]:g} {key}, not {asked:g}" for key, asked in bundle.items() if asked > has[key])
+
+
 def _amount(binding: Binding) -> float:
     """Ray takes parts of one device, or whole ones."""
     number = len(binding.devices) / binding.share

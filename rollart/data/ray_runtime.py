@@ -29,8 +29,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollart import toml
 from rollart.data.ray_actor import Actor, Order
-from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info
+from rollart.data.ray_nodes import NodeNames, RayNode, bundle_of, node_info, shortage
 from rollart.data.ray_pulse import Home, patience_s
 from rollart.data.ray_worker import RayWorker
 from rollart.errors import ConfigError, ResourceError, WorkerDied, boundary, to_install
@@ -247,6 +248,11 @@ class RayRuntime:
         if not bundle:
             strategy = self._strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             return {"scheduling_strategy": strategy}, lambda: None
+        if lacks := shortage(bundle, node):
+            raise ResourceError(
+                f"worker {name}: node {binding.node} has {lacks}; to emulate the class on CPU, set "
+                f'pools.{toml.key(binding.pool)}.device = "cpu"'
+            )
         here = {"ray.io/node-id": node["NodeID"]}
         group = self._util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=[here])
         try:

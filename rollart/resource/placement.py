@@ -160,7 +160,7 @@ def _asked(
         ids = {known[0]: indices(f"{key}.ids", pool.ids)}
         _check_there(key, device_class, device, nodes[:1], ids)
         return ids
-    offered = {node.name: range(node.devices.get(device_class, 0)) for node in nodes}
+    offered = {node.name: range(_number(node, device_class, device)) for node in nodes}
     if not any(offered.values()):
         if device == "cuda":
             raise _not_there(key, device_class, nodes)
@@ -176,7 +176,7 @@ def _check_there(
     if device != "cuda":
         return
     for node in nodes:
-        number = node.devices.get(device_class) or sum(node.devices.get(each, 0) for each in node.cuda)
+        number = _number(node, device_class, device) or sum(node.devices.get(each, 0) for each in node.cuda)
         if not number:
             raise _not_there(key, device_class, [node])
         if ids[node.name][-1] >= number:
@@ -185,10 +185,16 @@ def _check_there(
             )
 
 
+def _number(node: NodeInfo, device_class: str, device: str) -> int:
+    """Devices of a class that a node has. Ray takes a node's word for them, but none is a GPU where it has no GPU."""
+    return node.devices.get(device_class, 0) if device != "cuda" or node.cuda else 0
+
+
 def _not_there(key: str, device_class: str, nodes: Sequence[NodeInfo]) -> ConfigError:
-    has = "; ".join(f"{node.name}: {_what(node.devices)}" for node in nodes)
+    has = "; ".join(f"{node.name}: {_what(node.devices)}{'' if node.cuda else ', no GPU'}" for node in nodes)
+    what = "GPU" if any(node.devices.get(device_class) for node in nodes) else "device"
     return ConfigError(
-        f"{key}: no node has a device of class {device_class!r} ({has}); to emulate the class on CPU, "
+        f"{key}: no node has a {what} of class {device_class!r} ({has}); to emulate the class on CPU, "
         f'set {key}.device = "cpu"'
     )
 

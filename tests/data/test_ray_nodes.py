@@ -1,6 +1,6 @@
 from typing import Any
 
-from rollart.data.ray_nodes import NodeNames, bundle_of, node_info
+from rollart.data.ray_nodes import NodeNames, bundle_of, node_info, shortage
 from rollart.types import Binding, NodeInfo
 
 HOME = "10.0.0.1"
@@ -66,3 +66,10 @@ def test_a_binding_takes_whole_devices_its_part_of_a_shared_one_or_nothing_for_c
     assert bundle_of(binding("H800", 0, 1, 2, device="cuda", share=2), big) == {"GPU": 2.0}
     assert bundle_of(binding("H20", 3, 4), big) == {"H20": 2.0}
     assert bundle_of(binding("CPU", 0, share=64), big) == {}
+
+
+def test_what_a_node_could_never_give_is_told() -> None:
+    here = node("a", CPU=4.0, H20=4.0)
+    assert shortage({"GPU": 1.0, "H20": 1.0}, here) == "0 GPU, not 1"
+    assert shortage({"H20": 5.0}, here) == "4 H20, not 5"
+    assert shortage({"H20": 4.0}, here) == shortage({}, here) == ""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import rollart
@@ -73,6 +74,15 @@ async def _node_of(worker: Any) -> str:
         lambda _: importlib.import_module("ray").get_runtime_context().get_node_id()
     )
     return names[context]
+
+
+def test_what_a_node_does_not_have_at_all_is_not_waited_for(runtime: RayRuntime) -> None:
+    binding = msgspec.structs.replace(on("rollout-1", "H20", 0), device="cuda")
+    with pytest.raises(ResourceError) as caught:
+        asyncio.run(runtime.spawn("w", TARGET, {"factor": 3}, binding))
+    assert str(caught.value) == (
+        'worker w: node rollout-1 has 0 GPU, not 1; to emulate the class on CPU, set pools.H20.device = "cpu"'
+    )
 
 
 def test_devices_that_another_program_holds_are_not_taken_and_the_error_says_so(

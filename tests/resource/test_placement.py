@@ -143,6 +143,17 @@ def test_devices_of_a_machine_without_accelerators_must_say_that_they_are_emulat
     assert placed(f"pools.XPU = {{ {where}, device = 'cpu' }}", nodes=LAPTOP).pools[0].nodes == {"localhost": (0, 1)}
 
 
+@pytest.mark.parametrize("more", ["", "count = 2", "ids = '0-1'", "nodes = { head = '0-1' }"])
+def test_what_a_node_only_calls_a_class_is_no_gpu(more: str) -> None:
+    """A resource of a Ray cluster, which may be anything."""
+    head = [NodeInfo("head", {"CPU": 8, "H800": 1, "H20": 4})]
+    line = r"pools.H20: no node has a GPU of class 'H20' \(head: 8 CPU, 1 H800, 4 H20, no GPU\); .*H20.device = \"cpu\""
+    with pytest.raises(ConfigError, match=line):
+        placed(f"[pools.H20]\n{more}", head)
+    emulated = placed(f"[pools.H20]\n{more}\ndevice = 'cpu'", head).pools[0]
+    assert (emulated.device, emulated.nodes["head"][0]) == ("cpu", 0)
+
+
 def test_two_pools_of_a_class_share_out_its_devices() -> None:
     pools = placed("pools.first = { device_class = 'H20', count = 2 }\npools.rest = { device_class = 'H20' }").pools
     devices = [(node, index) for pool in pools[:2] for node, ids in pool.nodes.items() for index in ids]
