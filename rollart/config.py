@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -362,8 +363,18 @@ def _check_engine(config: Config) -> None:
     urls = server_urls(config)
     if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
         raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
-    if len(set(urls)) < len(urls):
+    if len(set(map(_server, urls))) < len(urls):
         raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
+
+
+def _server(url: str) -> tuple[str, int | None, str]:
+    """What two ways to write one server's URL have in common."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:  # its worker says what is wrong with it
+        return url, None, ""
+    return "127.0.0.1" if host in ("localhost", "::1") else host, port, parts.path.rstrip("/")
 
 
 def _check_serverless(config: Config) -> None:

@@ -228,7 +228,14 @@ def test_every_server_is_named_once() -> None:
     config = parse(BASE, ["engine=http", f"engine_options.urls={urls}"])
     assert server_urls(config) == urls
     assert server_urls(parse(BASE, [f"engine_options.urls={urls}"])) == []
-    assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
+    for first, second in (
+        ("http://a:1", "http://a:1"),
+        ("http://a:1", "http://A:1/"),
+        ("http://localhost:1", "http://127.0.0.1:1"),
+        ("http://a", "http://a:80"),
+    ):
+        assert "a server is named twice" in complaint("engine=http", f'engine_options.urls=["{first}", "{second}"]')
+    parse(BASE, ["engine=http", 'engine_options.urls=["http://a:1/x", "http://a:1/y", "http://a:2"]'])
 
 
 @given(CONFIG)
