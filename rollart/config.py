@@ -364,8 +364,6 @@ def _check_engine(config: Config) -> None:
     urls = server_urls(config)
     if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
         raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
-    if len(set(urls)) < len(urls):
-        raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
 
 
 def _check_engine_options(config: Config) -> None:

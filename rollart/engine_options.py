@@ -86,6 +86,7 @@ class HTTPOptions(Section, frozen=True, kw_only=True):
     weights_folder: str = ""
     timeout_s: Positive = 600.0
     patience_s: Positive = 10.0
+    away_s: Positive = 300.0
     published_dtype: Published = "float32"
 
 
@@ -139,13 +140,23 @@ def _check_http(options: Mapping[str, Any], rollout: RolloutConfig) -> None:
     if (kind := options["kind"]) not in KINDS:
         raise ConfigError(f"engine_options.kind: {not_a_choice(kind, KINDS)}")
     check(HTTPOptions, options, "engine_options.")
-    for url in options.get("urls", []):
+    urls = options.get("urls", [])
+    for url in urls:
         check_url(url)
+    if len(set(map(_server, urls))) < len(urls):
+        raise ConfigError("engine_options.urls: a server is named twice; each has one inference worker")
     if kind == "vllm":
         _check_temperature("a server of vLLM", rollout)
     elif rollout.top_k or rollout.top_p < 1:
         key = "top_k" if rollout.top_k else "top_p"
         raise ConfigError(f"rollout.{key}: {SGLANG_REFUSED}")
+
+
+def _server(url: str) -> tuple[str, int | None, str]:
+    """What two ways to write one server's URL have in common."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return "127.0.0.1" if host in ("localhost", "::1") else host, port, parts.path.rstrip("/")
 
 
 def _check_temperature(what: str, rollout: RolloutConfig) -> None:

@@ -233,9 +233,17 @@ def test_every_server_is_named_once() -> None:
     config = parse(BASE, ["engine=http", "engine_options.kind=vllm", f"engine_options.urls={urls}"])
     assert server_urls(config) == urls
     assert server_urls(parse(BASE)) == []
-    assert "a server is named twice" in complaint("engine=http", 'engine_options.urls=["http://a:1", "http://a:1"]')
+    for first, second in (
+        ("http://a:1", "http://a:1"),
+        ("http://a:1", "http://A:1/"),
+        ("http://localhost:1", "http://127.0.0.1:1"),
+        ("http://a", "http://a:80"),
+    ):
+        assert "a server is named twice" in complaint(*ON_VLLM, f'engine_options.urls=["{first}", "{second}"]')
+    parse(BASE, [*ON_VLLM, 'engine_options.urls=["http://a:1/x", "http://a:1/y", "http://a:2"]'])
 
 
+ON_VLLM = ("engine=http", "engine_options.kind=vllm")
 FINE = "train.canary_tolerance: 0.001 is finer than"
 SERVERS = ("engine=http", 'engine_options.urls=["http://a:1"]')
 ON_SGLANG = (*SERVERS, "engine_options.kind=sglang")

@@ -36,7 +36,7 @@ from rollart.checks import nearest
 from rollart.data.engines.parameters import INDEX, check_positions, config_of, of_checkpoint, read_checkpoint, vetted
 from rollart.data.engines.request import Running, check_request, check_vocabulary, load_tokenizer
 from rollart.data.engines.sampling import seed_of
-from rollart.data.http_servers import SERVERS, Answer, Server, Wire
+from rollart.data.http_servers import SERVERS, Answer, Server, Wire, check_answer
 from rollart.data.stores.bucket import in_buckets
 from rollart.data.weights_folder import SHARED_MEMORY, WeightsFolder, sweep_stale
 from rollart.errors import ConfigError, GenerationError, ServerAway, WeightsError, WorkerDied, boundary
@@ -45,6 +45,8 @@ from rollart.types import EngineStats, FinishReason, GenRequest, GenResult, Para
 
 BUCKET_BYTES = 1 << 30
 """Of one file of weights."""
+MAX_EMPTY = 3
+"""Answers in a row without a token to one request, while the engine is not suspended."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between two looks for a server that is away."""
 SMALL = (".json", ".jinja", ".txt", ".model")
@@ -52,11 +54,15 @@ SMALL = (".json", ".jinja", ".txt", ".model")
 
 
 class Flight:
-    """One request: its tokens, its call while it is on the server, and whether it was ended; `wake`: it may act."""
+    """One request: its tokens, its call while it is on the server, and whether it was ended; `wake`: it may act.
+
+    `num_empty`: answers in a row that had no token.
+    """
 
     def __init__(self, running: Running) -> None:
         self.running, self.wake, self.aborted = running, asyncio.Event(), False
         self.call: asyncio.Task[Answer] | None = None
+        self.num_empty = 0
 
 
 class HTTPInference:
@@ -176,8 +182,14 @@ class HTTPInference:
         answer = await self._send(flight)
         if answer.weights and self._loaded not in ("", answer.weights):
             raise self._lose(
-                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again, or "
-                "does another run use it?"
+                f"{self._url} generated with weights {answer.weights!r}, not {self._loaded!r}; was it started again, "
+                "or does another run use it?"
+            )
+        flight.num_empty = 0 if answer.tokens or self._suspended else flight.num_empty + 1
+        if flight.num_empty > MAX_EMPTY and not flight.aborted:
+            raise GenerationError(
+                f"{self._url} ended request {running.request.request_id} {flight.num_empty} times in a row without a "
+                "token, though nobody asked it to; does somebody else end its requests?"
             )
         reason, error = self._take(running, answer)
         if reason is None and not _is_given_up(flight):
@@ -202,7 +214,9 @@ class HTTPInference:
         request, left = running.request, running.limit - len(running.tokens)
         seed = seed_of(self._seed, request.trajectory_id)
         async with self._asking():
-            return await self._server.generate(request.request_id, running.tokens, request.sampling, left, seed)
+            answer = await self._server.generate(request.request_id, running.tokens, request.sampling, left, seed)
+            check_answer(answer, self._vocabulary, left)
+            return answer
 
     def _land(self, flight: Flight) -> None:
         """A call has come back: there is room for others."""

@@ -40,6 +40,9 @@ HINTS = {
     403: "the token is not accepted there",
     404: "is engine_options.kind the server's kind, and was it started as docs/engines.md says?",
 }
+ENDS = ("stop", "length", "abort")
+ROUNDING = 0.01
+"""By which a log-probability may be above 0."""
 SCORED = "rollart-logprobs"
 UNFINISHED = "rollart: an update that was broken off"
 """The name of weights that are of no one version."""
@@ -51,10 +54,28 @@ class Answer(NamedTuple):
     """
 
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
     ended: Literal["stop", "length", "abort"]
     cached: int = 0
     weights: str = ""
+
+
+def check_answer(answer: Answer, vocabulary: int, most: int) -> None:
+    """Raise ValueError unless it is one that a server can mean: what is no number at all is a fault of its own.
+
+    `vocabulary`: tokens that the model knows; `most`: tokens that were asked for.
+    """
+    tokens, logprobs, ended, *_ = answer
+    if ended not in ENDS or (ended != "abort" and not tokens):
+        raise ValueError(f"it ended as {ended!r} after {len(tokens)} tokens")
+    if len(tokens) > most or len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities; asked for were {most}")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(f"{token!r} is no token of the model's vocabulary of {vocabulary}")
+    for logprob in logprobs:
+        if logprob is not None and (type(logprob) not in (int, float) or logprob > ROUNDING):
+            raise ValueError(f"{logprob!r} is no log-probability")
 
 
 class Server(Protocol):
@@ -187,10 +208,10 @@ class VLLMServer:
             skip_special_tokens=False,
             logprobs=0,
         )
-        tokens = choice["token_ids"]
+        came = choice["token_ids"]
         # Asked afterwards: no other load brings the name of ours back.
-        weights = (await self._wire.get("/weight_info"))["weight_version"] if tokens else ""
-        return Answer(tokens, choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached, weights)
+        weights = (await self._wire.get("/weight_info"))["weight_version"] if came else ""
+        return Answer(came, choice["logprobs"]["token_logprobs"], choice["finish_reason"], cached, weights)
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first."""

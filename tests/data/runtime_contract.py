@@ -38,8 +38,7 @@ class Mortal:
         return "the sun went down"
 
     async def shutdown(self) -> None:
-        with open(self.closed, "w"):
-            pass
+        await asyncio.to_thread(Path(self.closed).touch)
 
 
 class Subject:

@@ -318,6 +318,55 @@ def test_a_server_that_fails_or_answers_nonsense_fails_the_request_with_its_caus
     serve(scenario, model, tmp_path, answer)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "ended", "message"),
+    [
+        ([100000], [-1.0], "length", "100000 is no token of the model's vocabulary of"),
+        ([-5], [-1.0], "length", "-5 is no token"),
+        ([38.5], [-1.0], "length", "38.5 is no token"),
+        (["38"], [-1.0], "length", "'38' is no token"),
+        ([True], [-1.0], "length", "True is no token"),
+        ([38], [1.5], "length", "1.5 is no log-probability"),
+        ([38], ["-1"], "length", "'-1' is no log-probability"),
+        ([38], [], "length", "1 tokens with 0 log-probabilities"),
+        ([38] * 9, [-1.0] * 9, "length", "9 tokens with 9 log-probabilities; asked for were 8"),
+        ([38], [-1.0], "weird", "it ended as 'weird' after 1 tokens"),
+        ([], [], "stop", "it ended as 'stop' after 0 tokens"),
+    ],
+)
+def test_an_answer_that_no_server_can_mean_fails_the_request_and_names_the_server(
+    tokens: list[Any], logprobs: list[Any], ended: str, message: str, model: TinyModel, tmp_path: Path
+) -> None:
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        if request.path != "/v1/completions":
+            return await server.answer(request)
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": ended}
+        return Reply(msgspec.json.encode({"choices": [choice], "usage": {}}))
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        with pytest.raises(GenerationError, match=f"the answer of http://127.*: ValueError: {message}"):
+            await worker.generate(ask("a"))
+
+    serve(scenario, model, tmp_path, answer, kind="vllm")
+
+
+def test_a_server_that_ends_a_request_again_and_again_unasked_fails_it(model: TinyModel, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    async def answer(server: FakeSGLang, request: Request) -> Reply:
+        if request.path != "/generate":
+            return await server.answer(request)
+        calls.append(request.path)
+        return Reply(b'{"meta_info": {"finish_reason": {"type": "abort"}}}')
+
+    async def scenario(worker: HTTPInference, server: FakeSGLang) -> None:
+        with pytest.raises(GenerationError, match="ended request a 4 times in a row without a token, though nobody"):
+            await worker.generate(ask("a"))
+        assert len(calls) == 4
+
+    serve(scenario, model, tmp_path, answer)
+
+
 def test_a_token_is_sent_and_a_server_that_is_away_is_named(model: TinyModel, tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -53,7 +53,9 @@ class Place:
         if paused:
             self.server.pause({"mode": "abort"})
         port = int(self.address.rpartition(":")[2] or 0)
-        self.address = await self._opened.enter_async_context(serving(lambda request: self.server.answer(request), port))
+        self.address = await self._opened.enter_async_context(
+            serving(lambda request: self.server.answer(request), port)
+        )
 
     def _do(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)  # type: ignore[arg-type]

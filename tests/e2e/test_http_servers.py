@@ -50,7 +50,7 @@ def test_a_server_that_dies_is_done_without_until_it_is_there_again_and_then_has
         assert process.wait() == 130, process.text()
         check_audit(lab.run, steps_done(lab.run), alpha=1)
         assert summary(lab.run)["resources"]["restarts"] == {"inference-1": 1}
-        assert not (steady.server.paused or server.paused)
+        assert [each.paused for each in (steady.server, server)] == [False, False]
 
 
 def test_the_only_server_is_waited_for_and_gets_the_weights_of_now_also_when_it_was_gone_for_no_time(
