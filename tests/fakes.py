@@ -53,9 +53,9 @@ def share(text: str) -> float:
 class FakeStore:
     """Published versions. Those in `lost` cannot be read before they are rescued; there is no room for `full_at`."""
 
-    full_at: int = -1
     versions: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    full_at: int = -1
 
     def check(self, version: int) -> None:
         """Raises unless it can be read."""

@@ -85,9 +85,9 @@ class Process:
         """The worker that writes `NAME.log`."""
         return next(each for each in self.workers() if f"{name}.log" in _standard_output(each))
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
+    def until(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
         """Wait for something that the running process brings about."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while not condition():
             assert self._popen.poll() is None, f"rollart ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"rollart does not come to {what}:\n{self.text()}"

@@ -1,16 +1,22 @@
 """vLLM's `LLMEngine` in this process: token ids in, token ids with log-probabilities out, weights in place.
 
 Invariants: log-probabilities are those of the distribution that was sampled from; vLLM's own tokenizer, stop strings
-and generation config play no part; a step that has returned has left nothing under way.
+and generation config play no part; a step that has returned has left nothing under way; where one of vLLM's own worker
+processes dies this one ends, so that the run sees it and starts another; what these share on a CPU has no name.
 Left out: who may run when (`vllm.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from multiprocessing import connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -33,11 +39,37 @@ from rollart.errors import ConfigError, GenerationError, boundary
 from rollart.protocols import Payload
 from rollart.types import Sampling
 
+P = ParamSpec("P")
+T = TypeVar("T")
+LAST_WORDS_S = 1.0
+"""How long after a fault vLLM's worker processes are looked at: that one of them has died is seen a little later."""
 BUCKET_BYTES = 64 << 20
 """Weights that vLLM is handed at once."""
 ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False}
 """Unless options say otherwise: no compilation, not nearly all of the machine's memory, and prompts read whole, since
 vLLM 0.32 cannot draw by a seed there for a prompt that was read in parts."""
+
+
+def _mortal(method: Callable[Concatenate[InProcess, P], T]) -> Callable[Concatenate[InProcess, P], T]:
+    """A method of `InProcess` whose fault, where a worker process is gone, is nobody's to hear: this process ends."""
+
+    @wraps(method)
+    def called(self: InProcess, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            if self.has_lost_workers():
+                end_this_process()
+            raise
+
+    return called
+
+
+def end_this_process() -> None:
+    """As the system would; where all of a run is one process, that stops after its step, with a checkpoint."""
+    sys.stderr.write("rollart: a worker process of vLLM has died, and what it held; this process ends, too\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class InProcess:
@@ -88,6 +120,8 @@ class InProcess:
             config = EngineArgs(**given, **mine).create_engine_config()
         with boundary(GenerationError, f"starting vLLM with the model in {model_folder}"):
             self._llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+            self._llm.collective_rpc("rollart_unname_shared_memory")
+        self._llm.model_executor.register_failure_callback(end_this_process)
         self.vocabulary: int = config.model_config.get_vocab_size()
         self.block_tokens: int = config.cache_config.block_size
         self.block_bytes = memoryview(self.read([0])).nbytes if hands_over else 0
@@ -96,6 +130,12 @@ class InProcess:
     def num_requests(self) -> int:
         """Requests that it runs or has queued."""
         return self._llm.get_num_unfinished_requests()
+
+    def has_lost_workers(self) -> bool:
+        """Whether one of the processes in which vLLM computes, where they are not this one, has died."""
+        executor = self._llm.model_executor
+        sentinels = [each.proc.sentinel for each in getattr(executor, "workers", None) or ()]
+        return getattr(executor, "is_failed", False) or bool(sentinels and connection.wait(sentinels, LAST_WORDS_S))
 
     def add(
         self,
@@ -144,6 +184,7 @@ class InProcess:
         if request_ids:
             self._llm.abort_request(request_ids)
 
+    @_mortal
     def step(self) -> list[News]:
         """Advance by one step."""
         return [_news(output) for output in self._llm.step()]
@@ -155,6 +196,7 @@ class InProcess:
         blocks: list[int] = core.scheduler.kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()[0]
         return blocks
 
+    @_mortal
     def read(self, block_ids: Sequence[int]) -> Payload:
         """Keys and values of blocks, of all ranks in turn."""
         num_blocks = self._llm.engine_core.engine_core.scheduler.get_kv_connector().num_blocks
@@ -162,6 +204,7 @@ class InProcess:
         flat = parts[0].flatten() if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
         return flat.numpy().data
 
+    @_mortal
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights in place, bucket by bucket. A tensor's memory may hold the next one already by then."""
         self._llm.collective_rpc("start_weight_update")
@@ -174,6 +217,7 @@ class InProcess:
             raise
         self._llm.collective_rpc("finish_weight_update")
 
+    @_mortal
     def forget(self, clean: bool = False) -> None:
         """Empty the prefix cache; `clean`: and its memory. Raises GenerationError while requests run."""
         if not self._llm.reset_prefix_cache():
@@ -181,10 +225,12 @@ class InProcess:
         if clean:
             self._llm.collective_rpc("rollart_clean_cache")
 
+    @_mortal
     def sleep(self) -> None:
         """Give the device's memory back; the weights go to the host."""
         self._llm.sleep(level=1)
 
+    @_mortal
     def wake(self, weights_only: bool = False) -> None:
         """Take it again."""
         self._llm.wake_up(["weights"] if weights_only else None)

@@ -11,8 +11,11 @@ Left out: which weights are expected (`parameters.py`).
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -29,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollart.data.engines.vllm_connector import read_blocks
 
+SHARED_MEMORY = Path("/dev/shm")
 NAME = "rollart"
 EXTENSION = f"{__name__}.Extension"
 
@@ -106,6 +110,12 @@ class Extension:
     def rollart_read_blocks(self, num_blocks: int, block_ids: Sequence[int]) -> Tensor:
         """Keys and values by block, as bytes."""
         return read_blocks(self.vllm_config.compilation_config.static_forward_context, num_blocks, block_ids)
+
+    def rollart_unname_shared_memory(self) -> None:
+        """Take the names from what vLLM's processes on a CPU share: by now all have it, and vLLM leaves it behind."""
+        if group := os.environ.get("VLLM_DIST_IDENT"):
+            for path in SHARED_MEMORY.glob(f"{glob.escape(group)}-*-cpushm_*"):
+                path.unlink(missing_ok=True)
 
     def rollart_clean_cache(self) -> None:
         """Set the memory of all keys and values to zero."""
