@@ -29,6 +29,7 @@ STEPS = (
     ("early_slots_paced", "rollart", None),
     ("split", "rollart", None),
     ("ours", "rollart", None),
+    ("ours", "split", None),
     ("ours_early", "rollart", None),
     ("ours_early", "split", None),
 )
