@@ -51,7 +51,7 @@ EXAMPLES = {
     ),
     "profile": (
         ("rollart profile runs/latest --out mine.toml", ""),
-        ("rollart simulate configs/default.toml simulate.profile=mine.toml", "what it is for"),
+        ("rollart simulate CONFIG.toml simulate.profile=mine.toml", "those tasks on the pools of CONFIG, as H800"),
     ),
     "serve-reward": (
         ("rollart serve-reward rewards:score", "on http://127.0.0.1:8000"),

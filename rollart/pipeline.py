@@ -56,6 +56,7 @@ WARMUP_BATCH_TOKENS = 2048
 PROGRESS_S = 15.0
 FIXED = (
     "seed",
+    "model.name",
     "schedule",
     "effective_alpha",
     "rollout.groups_per_batch",
@@ -255,9 +256,12 @@ class _Run:
         rate = settings.warmup_learning_rate
         work = workers.trainer.warmup(sequences, settings.warmup_steps, rate, WARMUP_BATCH_TOKENS)
         running = asyncio.ensure_future(work)
-        while not (await asyncio.wait({running}, timeout=PROGRESS_S))[0]:
-            step, loss = await workers.trainer.warmup_progress()
-            self._view.say(f"warm-up: step {step}/{settings.warmup_steps}, loss {loss:.3f}")
+        try:
+            while not (await asyncio.wait({running}, timeout=PROGRESS_S))[0]:
+                step, loss = await workers.trainer.warmup_progress()
+                self._view.say(f"warm-up: step {step}/{settings.warmup_steps}, loss {loss:.3f}")
+        finally:
+            running.cancel()  # the run was interrupted
         first, last = running.result()
         self._view.say(f"warm-up: loss {first:.3f} -> {last:.3f}, {time.monotonic() - self._began:.0f} s since start")
 

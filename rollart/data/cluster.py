@@ -96,12 +96,15 @@ async def spawn(
 async def _all_there(
     starting: Sequence[asyncio.Future[WorkerHandle]], names: Sequence[str], say: Callable[[str], None]
 ) -> list[WorkerHandle]:
-    handles = asyncio.gather(*starting)
-    while not (await asyncio.wait({handles}, timeout=PROGRESS_S))[0]:
-        missing = [name for name, task in zip(names, starting, strict=True) if not task.done()]
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        say(f"still starting: {', '.join(missing[:NAMED])}{more}")
-    return handles.result()
+    left: Iterable[asyncio.Future[WorkerHandle]] = starting
+    while left:
+        ended, left = await asyncio.wait(left, timeout=PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()  # of the first that failed, its error
+        if missing := [name for name, task in zip(names, starting, strict=True) if not task.done()]:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            say(f"still starting: {', '.join(missing[:NAMED])}{more}")
+    return [task.result() for task in starting]
 
 
 class Cluster(Generic[W]):

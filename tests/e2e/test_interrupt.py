@@ -99,6 +99,7 @@ def test_an_interrupt_before_the_first_step_ends_the_run_cleanly(lab: Laboratory
     process.send(signal.SIGINT)
     assert process.wait() == 130, process.text()
     assert "before the first checkpoint" in process.text()
+    assert "Traceback" not in process.text()
     _, alive = psutil.wait_procs(workers, PATIENCE_S)
     assert not alive
 

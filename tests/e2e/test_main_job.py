@@ -108,6 +108,8 @@ def test_a_resumed_run_refuses_what_its_open_groups_depend_on(
 ) -> None:
     assert main(["train", "--resume", str(trained), "steps=20", "rollout.group_size=4"]) == 2
     assert "rollout.group_size: 4 differs from the 6 of the run to resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(trained), "steps=20", "model.name=other"]) == 2
+    assert "model.name: other differs from the tiny of the run to resume" in capsys.readouterr().err
     assert summary(trained)["steps"] == 14
 
 
