@@ -242,6 +242,7 @@ def _train(parts: Parts, words: list[str], resume: Path | None, checkpoint: int 
 
 def _check(parts: Parts, words: list[str]) -> int:
     from rollart.config import to_toml
+    from rollart.data.engines.installed import missing
     from rollart.report import derived, warnings
     from rollart.run_folder import to_stderr
 
@@ -259,6 +260,8 @@ def _check(parts: Parts, words: list[str]) -> int:
     print(derived(config, specs, placement))
     for warning in warnings(config):
         to_stderr(warning)
+    for package in missing(config):
+        to_stderr(f"{package} is not installed here; the run needs it where it works (docs/production.md)")
     return 0
 
 

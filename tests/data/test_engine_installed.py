@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config import parse
-from rollart.data.engines.installed import arguments_of, check_arguments, check_engine, vllm_folder
+from rollart.data.engines.installed import arguments_of, check_arguments, check_engine, missing, vllm_folder
 from rollart.errors import ConfigError
 from tests.data.serverless.invoke_engine import environ
 
@@ -91,3 +91,10 @@ def test_the_vllm_that_is_installed_says_its_arguments() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gpu_memory_utilization'"):
         check_engine(parse("engine='vllm'\nengine_options.gpu_memory_utilisation=0.5\n[tasks.sorting]"))
     assert "vllm" not in sys.modules
+
+
+def test_packages_that_a_run_needs_and_this_machine_lacks_are_known() -> None:
+    everything = "runtime='ray'\nengine='vllm'\nweights={store='mooncake'}\n[tasks.sorting]"
+    lacking = [name for name in ("ray", "vllm", "mooncake") if importlib.util.find_spec(name) is None]
+    assert missing(parse(everything)) == lacking
+    assert missing(parse("[tasks.sorting]")) == []

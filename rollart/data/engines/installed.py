@@ -34,6 +34,16 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"engine_options.token_env: {variable} is not set; export it with the servers' token")
 
 
+def missing(config: Config) -> list[str]:
+    """Packages that a run of this config needs where it works, and that are not here."""
+    wanted = {
+        "ray": config.runtime == "ray",
+        "vllm": config.engine == "vllm",
+        "mooncake": config.weights.store == "mooncake",
+    }
+    return [name for name, needed in wanted.items() if needed and importlib.util.find_spec(name) is None]
+
+
 def vllm_folder() -> Path | None:
     """Where vLLM is installed; None where it is not."""
     spec = importlib.util.find_spec("vllm")
