@@ -49,18 +49,6 @@ COARSE = {"bfloat16": 0.02, "float16": 0.0025, "half": 0.0025}
 """Two computations of a log-probability in bfloat16, which has 8 bits, easily differ by as much; float16 has 11."""
 MERGING = ("embedded", "emulated")
 """Engines that take an adapter."""
-ENGINE_KEYS = {
-    "slots": "rollout.engine_slots",
-    "max_model_tokens": "rollout.max_model_tokens",
-    "seed": "seed",
-    "lora": "train.lora",
-    "url": "engine_options.urls",
-    "hands_over": "[roles.prefill]",
-    "device": "pools.NAME.device",
-    "device_class": "pools.NAME.device_class",
-    "tensor_parallel_size": "roles.actor_gen.devices",
-}
-"""What an engine is told from elsewhere in the config."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -247,7 +235,6 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         _check_weights,
         _check_log,
         _check_trainer,
-        _check_engine_options,
     ):
         rule(config)
     return config
@@ -358,15 +345,6 @@ def _check_pools(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    for name in config.engine_options:
-        if name in ENGINE_KEYS:
-            raise ConfigError(f"engine_options.{name}: follows from {ENGINE_KEYS[name]}; set that instead")
-    urls = server_urls(config)
-    if config.engine == "http" and (not urls or not all(isinstance(url, str) for url in urls)):
-        raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
-
-
-def _check_engine_options(config: Config) -> None:
     check_engine_options(config.engine, config.engine_options, config.rollout)
 
 

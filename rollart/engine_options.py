@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from msgspec import field
@@ -19,10 +19,22 @@ from rollart.sections import Count, Positive, RolloutConfig, Section, Whole
 
 Published = Literal["float32", "bfloat16", "float16"]
 """In which the trainer publishes."""
+Kind = Literal["vllm", "sglang"]
+"""Of servers."""
 COOLEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM takes as they are, besides 0."""
-KINDS = ("vllm", "sglang")
-"""Of servers."""
+ENGINE_KEYS = {
+    "slots": "rollout.engine_slots",
+    "max_model_tokens": "rollout.max_model_tokens",
+    "seed": "seed",
+    "lora": "train.lora",
+    "url": "engine_options.urls",
+    "hands_over": "[roles.prefill]",
+    "device": "pools.NAME.device",
+    "device_class": "pools.NAME.device_class",
+    "tensor_parallel_size": "roles.actor_gen.devices",
+}
+"""What an engine is told from elsewhere in the config."""
 FOLLOWS: Mapping[str, str] = MappingProxyType(
     {
         "model": "model.name",
@@ -79,7 +91,7 @@ class VLLMOptions(Section, frozen=True, kw_only=True):
 class HTTPOptions(Section, frozen=True, kw_only=True):
     """Of engine `http`."""
 
-    kind: Literal["vllm", "sglang"] = "vllm"
+    kind: Kind = "vllm"
     """Has no default: what is left out is refused."""
     urls: list[str] = field(default_factory=list)
     token_env: str = ""
@@ -92,6 +104,7 @@ class HTTPOptions(Section, frozen=True, kw_only=True):
 
 def check_engine_options(engine: str, options: Mapping[str, Any], rollout: RolloutConfig) -> None:
     """Names and values, and whether the engine can sample as `rollout` says. Raises ConfigError."""
+    _check_elsewhere(options, ENGINE_KEYS)
     if engine == "vllm":
         check_vllm(options)
         _check_temperature("vLLM", rollout)
@@ -105,9 +118,8 @@ def check_vllm(options: Mapping[str, Any]) -> None:
     """The options that are ours, and arguments of vLLM that nobody may set. Raises ConfigError."""
     own = set(VLLMOptions.__struct_fields__)
     check(VLLMOptions, {name: value for name, value in options.items() if name in own}, "engine_options.")
+    _check_elsewhere(options, FOLLOWS)
     for name in options:
-        if name in FOLLOWS:
-            raise ConfigError(f"engine_options.{name}: follows from {FOLLOWS[name]}; set that instead")
         if name in SET:
             raise ConfigError(f"engine_options.{name}: rollart sets it itself; leave it out")
     if options.get("pipeline_parallel_size", 1) != 1:
@@ -115,6 +127,12 @@ def check_vllm(options: Mapping[str, Any]) -> None:
             "engine_options.pipeline_parallel_size: rollart drives vLLM without pipelines; take tensor parallelism, "
             "which is roles.actor_gen.devices"
         )
+
+
+def _check_elsewhere(options: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    for name in options:
+        if name in keys:
+            raise ConfigError(f"engine_options.{name}: follows from {keys[name]}; set that instead")
 
 
 def unknown_argument(name: str, arguments: Iterable[str]) -> ConfigError:
@@ -135,12 +153,14 @@ def check_url(url: str) -> None:
 
 
 def _check_http(options: Mapping[str, Any], rollout: RolloutConfig) -> None:
+    urls = options.get("urls")
+    if not isinstance(urls, list) or not urls or not all(isinstance(url, str) for url in urls):
+        raise ConfigError('engine_options.urls: name the servers, such as ["http://10.0.0.1:30000"]')
     if "kind" not in options:
         raise ConfigError("engine_options.kind: say what the servers are, 'vllm' or 'sglang'")
-    if (kind := options["kind"]) not in KINDS:
-        raise ConfigError(f"engine_options.kind: {not_a_choice(kind, KINDS)}")
+    if (kind := options["kind"]) not in get_args(Kind):
+        raise ConfigError(f"engine_options.kind: {not_a_choice(kind, get_args(Kind))}")
     check(HTTPOptions, options, "engine_options.")
-    urls = options.get("urls", [])
     for url in urls:
         check_url(url)
     if len(set(map(_server, urls))) < len(urls):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rollart import toml
 from rollart.config import (
-    ENGINE_KEYS,
     Config,
     from_dict,
     layout,
@@ -24,7 +23,7 @@ from rollart.config import (
     serverless_of,
     to_toml,
 )
-from rollart.engine_options import FOLLOWS, SET, VLLMOptions
+from rollart.engine_options import ENGINE_KEYS, FOLLOWS, SET, VLLMOptions
 from rollart.errors import ConfigError
 from rollart.schedule import SCHEDULES
 from rollart.sections import LogConfig, TaskConfig, TrainConfig

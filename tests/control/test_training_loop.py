@@ -498,17 +498,22 @@ def test_what_is_saved_already_is_not_saved_again_when_a_fault_ends_the_run() ->
     assert (run.hooks.checkpoints, run.hooks.told) == ([2], [])
 
 
+async def cancelled(task: asyncio.Future[None], run: FakeRun, after_s: float) -> None:
+    """Cancels a run, which leaves nothing behind."""
+    await asyncio.sleep(after_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    run.check()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 def test_cancelling_a_run_that_saves_after_a_fault_ends_it_at_once() -> None:
     async def main() -> FakeRun:
         run = FakeRun(schedule="rollart", train_s=10.0)
         task = asyncio.ensure_future(run.loop.run())
         at(35.0, WeightsError("no room"))(run)
-        await asyncio.sleep(36.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        run.check()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await cancelled(task, run, 36.0)
         return run
 
     run = run_virtual(main())
@@ -520,12 +525,7 @@ def test_cancelling_the_run_leaves_nothing_behind() -> None:
     async def main() -> FakeRun:
         run = FakeRun(train_s=10.0)
         task = asyncio.ensure_future(run.loop.run())
-        await asyncio.sleep(12.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        run.check()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await cancelled(task, run, 12.0)
         return run
 
     run_virtual(main())
